@@ -1,0 +1,56 @@
+"""Rung 00: one process, one device. The baseline: every later file is this one plus its lesson.
+
+One device (a GPU if there is one):  python 00_single_gpu.py
+A larger job:                        python 00_single_gpu.py --dataset fake --model resnet50
+"""
+
+import time
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, RandomSampler
+
+import common
+
+
+def main(args):
+    device = common.pick_device()
+    common.print_start(args, device)
+    torch.manual_seed(args.seed)
+
+    train_set, test_set = common.load_datasets(args)
+    options = common.loader_options(args, device)
+    sampler = RandomSampler(train_set, generator=torch.Generator())
+    batch = args.per_rank_batch
+    train_loader = DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
+    test_loader = DataLoader(test_set, batch, **options)
+
+    model = common.build_model(args).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    state = common.read_checkpoint(args)
+    start_epoch = common.restore(state, args, model, optimizer)
+
+    for epoch in range(start_epoch, args.epochs):
+        # A new order each epoch, and the same order in every run with this seed.
+        sampler.generator.manual_seed(args.seed + epoch)
+        sums = torch.zeros(4, device=device)  # loss, samples, correct, tested
+        start = time.perf_counter()
+        model.train()
+        for images, labels in common.progress(train_loader, epoch):
+            images = images.to(device, non_blocking=True)
+            labels = labels.to(device, non_blocking=True)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            # Summed on the device: to read the loss at every step would stop the GPU each time.
+            sums[0] += loss.detach() * len(labels)
+            sums[1] += len(labels)
+        seconds = common.seconds_since(start, device)
+        sums[2:] = common.evaluate(model, test_loader, device)
+        common.log_epoch(args, epoch, sums, seconds)
+        common.save_checkpoint(args, epoch + 1, model, optimizer)
+
+
+if __name__ == "__main__":
+    main(common.parse_args())

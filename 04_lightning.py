@@ -1,0 +1,107 @@
+"""Rung 04: the same in Lightning, which owns the loop, the devices, the ranks and the launch.
+
+It starts the other processes itself, or finds that torchrun or srun has started them.
+
+All GPUs, or 2 processes on the CPU:    python 04_lightning.py
+As many processes as you like:          python 04_lightning.py --devices 4
+Started by torchrun:                    torchrun --standalone --nproc-per-node=2 04_lightning.py
+What changed (look at it side by side): diff -y -w 03_multinode.py 04_lightning.py
+"""
+
+import logging
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+
+import common
+
+
+class Classifier(L.LightningModule):
+    def __init__(self, args):
+        super().__init__()
+        self.args, self.model = args, common.build_model(args)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.model.parameters(), lr=self.args.lr, momentum=0.9)
+
+    def train_dataloader(self):
+        args, rank, world_size = self.args, self.trainer.global_rank, self.trainer.world_size
+        train_set, test_set = common.load_datasets(args)
+        options = common.loader_options(args, self.device)
+        sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
+        batch = args.per_rank_batch
+        test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
+        self.test_loader = DataLoader(test_shard, batch, **options)
+        return DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
+
+    def on_fit_start(self):
+        if self.global_rank == 0:
+            common.print_start(self.args, self.device)
+
+    def on_train_epoch_start(self):  # Lightning has called sampler.set_epoch
+        self.sums = torch.zeros(4, device=self.device)  # loss, samples, correct, tested
+        self.start = time.perf_counter()
+        self.model.train()
+
+    def training_step(self, batch, batch_index):  # Lightning does the rest of the step
+        images, labels = batch
+        loss = F.cross_entropy(self.model(images), labels)
+        self.sums[0] += loss.detach() * len(labels)
+        self.sums[1] += len(labels)
+        return loss
+
+    def on_train_epoch_end(self):
+        args, epoch = self.args, self.current_epoch
+        seconds = common.seconds_since(self.start, self.device)
+        # Not Lightning's validation loop: it runs through DDP, which needs as many batches on each
+        # rank, so its sampler repeats samples to fill up. This way each sample counts once.
+        self.sums[2:] = common.evaluate(self.model, self.test_loader, self.device)
+        sums = self.trainer.strategy.reduce(self.sums, reduce_op="sum")  # all ranks call this
+        if self.global_rank == 0:
+            common.log_epoch(args, epoch, sums, seconds)
+            common.save_checkpoint(args, epoch + 1, self.model, self.optimizers().optimizer)
+
+
+def main(args):
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # not its notes on how it starts
+    torch.manual_seed(args.seed)
+    common.check(common.read_checkpoint(args), args)
+    path = Path(args.checkpoint or "unused").with_suffix(".ckpt")  # Lightning's own, to resume from
+    own = ModelCheckpoint(path.parent, path.stem, enable_version_counter=False)
+    strategy = args.strategy
+    if strategy == "ddp":
+        strategy = DDPStrategy(timeout=timedelta(seconds=args.timeout))
+    trainer = L.Trainer(
+        accelerator="gpu" if common.gpu_count() else "cpu",
+        devices=args.devices,
+        num_nodes=args.num_nodes,
+        strategy=strategy,
+        precision=args.precision,
+        max_epochs=args.epochs,
+        use_distributed_sampler=False,  # we bring our own
+        callbacks=[own] if args.checkpoint else [],
+        enable_checkpointing=bool(args.checkpoint),
+        enable_progress_bar=sys.stderr.isatty(),
+        enable_model_summary=False,
+        logger=False,
+    )
+    trainer.fit(Classifier(args), ckpt_path=path if args.checkpoint and path.exists() else None)
+
+
+if __name__ == "__main__":
+    # torchrun or srun may have started the processes: then there are as many as there are.
+    started = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE")
+    devices = int(started or common.gpu_count() or 2)
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("SLURM_NNODES") or 1)
+    options = {"devices": devices, "num_nodes": nodes, "strategy": "ddp", "precision": "32-true"}
+    main(common.parse_args("lightning", **options))

@@ -1,0 +1,390 @@
+"""What the ladder does NOT teach: command line, data, model, evaluation, checkpoint file, output.
+
+What a process does with its device and with the other processes stands in the rungs themselves.
+"""
+
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from filelock import FileLock
+from torch import nn
+from torch.multiprocessing import ProcessExitedException
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
+
+DATA = Path(__file__).parent / "data"
+# name -> training images, channels, pixels a side
+DATASETS = {"digits": (4_000, 1, 28), "MNIST": (60_000, 1, 28), "FashionMNIST": (60_000, 1, 28)}
+DATASETS |= {"CIFAR10": (50_000, 3, 32), "fake": (2_048, 3, 64)}
+# What a resumed run must have in common with the first part of it.
+SETTINGS = ("model", "dataset", "image_size", "batch_size", "seed")
+
+if sys.platform == "win32":  # torch for Windows has no libuv, and its rendezvous would ask for it
+    os.environ.setdefault("USE_LIBUV", "0")
+
+# ---- this process --------------------------------------------------------------------------------
+
+
+def rank() -> int:
+    """Return this process's rank, 0 where it is alone: rank 0 prints and writes files."""
+    return (
+        dist.get_rank()
+        if dist.is_initialized()
+        else int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0)))
+    )
+
+
+def fail(message: str) -> NoReturn:
+    """Exit with code 2 and one line on stderr: a user's mistake needs no traceback.
+
+    A node's first process speaks. The others give it 10 s, because a launcher ends them all as soon
+    as one has ended.
+    """
+    if int(os.environ.get("LOCAL_RANK", rank())) > 0:
+        time.sleep(10)
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, trace: object) -> None:
+    """Print one line where a spawned process has already said what was wrong, or for Ctrl-C."""
+    if issubclass(kind, (ProcessExitedException, KeyboardInterrupt)):
+        print(f"{Path(sys.argv[0]).name}: {error or 'interrupted'}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = _excepthook
+
+
+def gpu_count() -> int:
+    """Return how many GPUs the processes of this node can share out (mps: 0, no collectives)."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return torch.accelerator.device_count() if accelerator and accelerator.type != "mps" else 0
+
+
+def pick_device(local_rank: int | None = None) -> torch.device:
+    """Make this process's device the current one and return it. None: the process is alone.
+
+    Where a scheduler shows each process its own GPU only (srun --gpus-per-task=1), that is number 0
+    for all of them.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or (local_rank is not None and not gpu_count()):
+        return torch.device("cpu")
+    own_gpu = gpu_count() == 1 and "LOCAL_WORLD_SIZE" not in os.environ
+    device = torch.device(accelerator.type, 0 if own_gpu else local_rank or 0)
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def free_port() -> str:
+    """Return a TCP port that nobody listens on: two runs on one machine must not collide."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return str(sock.getsockname()[1])
+
+
+# ---- command line --------------------------------------------------------------------------------
+
+
+def parse_args(launcher: str = "python", **options: int | float | str) -> Namespace:
+    """Read a script's command line and refuse, with one line, what cannot work.
+
+    launcher: who starts the processes: "python" (there is one), "spawn", "torchrun" (one node),
+    "multinode" (torchrun or srun, any number of nodes) or "lightning".
+    options: what this script takes beside the common options, as name=default.
+    """
+    help_of = sys.modules["__main__"].__doc__
+    parser = ArgumentParser(description=help_of, formatter_class=RawDescriptionHelpFormatter)
+    parser.error = fail
+    add, stem = parser.add_argument, Path(sys.argv[0]).stem
+    add("--epochs", type=int, default=5)
+    add("--batch-size", type=int, default=96, help="effective: of all ranks together")
+    add("--lr", type=float, default=0.05, help="learning rate for that batch size")
+    add("--seed", type=int, default=0)
+    add("--dataset", default="digits", help=f"{', '.join(DATASETS)}; fake:N has N training images")
+    add(
+        "--model", default="small", help="small or a torchvision classifier: resnet50, vit_b_16 ..."
+    )
+    add("--image-size", type=int, help="pixels a side; default: those of the data set")
+    add("--num-workers", type=int, default=0, help="data loading processes of each rank")
+    add("--checkpoint", default=f"checkpoints/{stem}.pt", help="'' turns saving off")
+    add("--log-json", metavar="FILE", help="append one object an epoch to FILE")
+    add("--local-rank", "--local_rank", help=SUPPRESS)  # torch.distributed.launch adds it
+    if launcher != "python":
+        add("--timeout", type=float, default=120, help="seconds a rank waits for the others")
+    for name, default in options.items():
+        add(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    args = parser.parse_args()
+
+    name, _, size = args.dataset.partition(":")
+    if name not in DATASETS or (size and not (name == "fake" and size.isdigit() and int(size))):
+        fail(f"no --dataset {args.dataset}: use {', '.join(DATASETS)} or fake:N")
+    train_size, args.channels, native_size = DATASETS[name]
+    args.train_size, args.image_size = int(size or train_size), args.image_size or native_size
+    for name in ("epochs", "batch_size", "lr", "image_size", "timeout", "nproc", "devices"):
+        if not getattr(args, name, 1) > 0:
+            fail(f"--{name.replace('_', '-')} must be more than 0")
+    if args.batch_size > args.train_size:
+        fail(f"--batch-size {args.batch_size} is more than the {args.train_size} training images")
+    if launcher in ("torchrun", "multinode"):
+        needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        if missing := ", ".join(name for name in needed if name not in os.environ):
+            command = f"torchrun --standalone --nproc-per-node={gpu_count() or 2} {sys.argv[0]}"
+            fail(f"no launcher has set {missing}. Start it with: {command}")
+        args.world_size = int(os.environ["WORLD_SIZE"])
+        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        if launcher == "torchrun" and on_node != args.world_size:
+            fail(f"is for one node; for {args.world_size} ranks on several use 03_multinode.py")
+    else:
+        on_node = getattr(args, "nproc", getattr(args, "devices", 1))
+        args.world_size = on_node * getattr(args, "num_nodes", 1)
+    if on_node > (gpus := gpu_count()) > 0:
+        fail(f"{on_node} processes for {gpus} GPUs: start {gpus} (CUDA_VISIBLE_DEVICES= for CPU)")
+    if args.batch_size % args.world_size:
+        low = args.batch_size // args.world_size * args.world_size
+        sizes = f"{low} or {low + args.world_size}" if low else f"{args.world_size}"
+        fail(
+            f"--batch-size {args.batch_size} cannot be split over {args.world_size} ranks: use {sizes}"
+        )
+    if args.model != "small" or args.image_size != native_size:
+        try:  # a dry run: meta tensors have shapes, but neither memory nor arithmetic
+            with torch.device("meta"):
+                build_model(args)(torch.zeros(2, args.channels, *[args.image_size] * 2)).argmax(1)
+        except Exception as error:
+            fail(f"--model {args.model} with --image-size {args.image_size} does not work: {error}")
+    args.rung, args.effective_batch = Path(sys.argv[0]).name, args.batch_size
+    args.per_rank_batch = args.batch_size // args.world_size
+    return args
+
+
+# ---- data, model, evaluation ---------------------------------------------------------------------
+
+
+def load_datasets(args: Namespace) -> tuple[TensorDataset, TensorDataset]:
+    """Return training and test set of (image uint8 (channels, pixels, pixels), label int64 ()).
+
+    Of the processes on a node the first one downloads; the others wait for its lock. Without a
+    network: SystemExit, with the command to run elsewhere.
+    """
+    name = args.dataset.partition(":")[0]
+    if name == "fake":  # noise, brighter for a higher label
+        labels = torch.arange(args.train_size) % 10
+        shape, noise = (len(labels), 3, *[args.image_size] * 2), torch.Generator().manual_seed(0)
+        images = torch.randint(128, shape, dtype=torch.uint8, generator=noise)
+        images += (labels * 12).to(torch.uint8)[:, None, None, None]
+        return TensorDataset(images, labels), TensorDataset(images[::4], labels[::4])
+    if name == "digits":
+        file = np.load(DATA / "digits.npz")
+        parts = [(file[f"{part}_images"], file[f"{part}_labels"]) for part in ("train", "test")]
+    else:
+        from torchvision import datasets  # here, not above: it takes a second
+
+        (DATA / "downloads").mkdir(exist_ok=True)
+        try:
+            with FileLock(DATA / "downloads" / "lock", timeout=1800):
+                make = partial(getattr(datasets, name), DATA / "downloads", download=True)
+                parts = [
+                    (part.data, part.targets) for part in (make(train=True), make(train=False))
+                ]
+        except (OSError, RuntimeError) as error:
+            command = f"python 00_single_gpu.py --dataset {name} --epochs 1"
+            fail(f"cannot download {name} ({error}). Where there is a network, run: {command}")
+    sets = []
+    for images, labels in parts:
+        images = torch.as_tensor(images).reshape(len(labels), *images.shape[1:3], -1)
+        sets.append(TensorDataset(images.movedim(-1, 1), torch.as_tensor(labels).long()))
+    return tuple(sets)
+
+
+def loader_options(args: Namespace, device: torch.device) -> dict:
+    """Return what all DataLoaders of a run share. A GPU copies pinned memory while it computes."""
+    pin, workers = device.type == "cuda", args.num_workers
+    return {"num_workers": workers, "persistent_workers": workers > 0, "pin_memory": pin}
+
+
+def _prepare(module: nn.Module, inputs: tuple, channels: int, size: int) -> torch.Tensor:
+    """Turn uint8 images into floats of mean 0, variance 1, in the model's size and channels."""
+    images = inputs[0].to(torch.get_default_dtype())
+    images = F.layer_norm(images, images.shape[1:])
+    if images.shape[-1] != size:
+        images = F.interpolate(images, size, mode="bilinear")
+    return images.expand(-1, channels, -1, -1)
+
+
+def build_model(args: Namespace) -> nn.Module:
+    """Return a network from images (N, channels, pixels, pixels) uint8 to logits (N, 10).
+
+    The small one has no kink (GELU and average pooling, not ReLU and max pooling): where rounding
+    flips a kink, a difference grows. It has no batch norm and no dropout: those depend on how a
+    batch is split. So its numbers are the same at every world size.
+    """
+    if args.model == "small":
+        channels, features = args.channels, 32 * (args.image_size // 4) ** 2
+        layers = [nn.Conv2d(channels, 16, 5, padding=2), nn.GELU(), nn.AvgPool2d(2)]
+        layers += [nn.Conv2d(16, 32, 5, padding=2), nn.GELU(), nn.AvgPool2d(2), nn.Flatten()]
+        layers += [nn.Linear(features, 64), nn.GELU(), nn.Linear(64, 10)]
+        model = nn.Sequential(*layers)
+    else:
+        from torchvision.models import get_model
+
+        size = {"image_size": args.image_size} if args.model.startswith("vit") else {}
+        channels, model = 3, get_model(args.model, weights=None, num_classes=10, **size)
+    # Images travel as bytes, a quarter of the floats, and become floats on the device.
+    model.register_forward_pre_hook(partial(_prepare, channels=channels, size=args.image_size))
+    return model
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> torch.Tensor:
+    """Return (2,): correct samples and all samples of this loader. No communication."""
+    model.eval()
+    sums = torch.zeros(2, device=device)
+    for images, labels in loader:
+        sums[0] += (model(images.to(device)).argmax(dim=1) == labels.to(device)).sum()
+        sums[1] += len(labels)
+    return sums
+
+
+# ---- checkpoint file -----------------------------------------------------------------------------
+
+
+def save_checkpoint(args: Namespace, epochs: int, model: nn.Module, optimizer: Optimizer) -> None:
+    """Write the state after that many epochs; at every moment a whole file is there to be read.
+
+    The one before it stays as FILE.previous. A kill leaves at most a FILE.PID.tmp behind.
+    """
+    if not args.checkpoint:
+        return
+    path = Path(args.checkpoint)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # on the same disk, for os.replace
+    state = {name: getattr(args, name) for name in SETTINGS} | {"epochs": epochs}
+    state |= {"weights": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state |= {"rng": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state |= {"cuda_rng": torch.cuda.get_rng_state()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        shutil.copyfile(path, temporary)
+        os.replace(temporary, f"{path}.previous")
+    with open(temporary, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_checkpoint(args: Namespace) -> dict | None:
+    """Return the state in --checkpoint, on the CPU, or None where there is none.
+
+    A torn file is reported, and the one before it is used.
+    """
+    for path in (args.checkpoint, f"{args.checkpoint}.previous"):
+        try:
+            if args.checkpoint and os.path.exists(path):
+                return torch.load(path, map_location="cpu", weights_only=True)
+        except OSError as error:
+            fail(f"cannot read the checkpoint: {error}. Use another --checkpoint")
+        except Exception:  # a torn file: RuntimeError, EOFError, UnpicklingError ...
+            if rank() == 0:
+                print(f"warning: {path} is torn, going back to the one before it", file=sys.stderr)
+    return None
+
+
+def check(state: dict | None, args: Namespace) -> None:
+    """Say what a state has behind it; refuse, with one line, one that does not fit this run."""
+    if state is None:
+        return
+    if "weights" not in state:
+        fail(f"{args.checkpoint} is not a checkpoint of these scripts. Use another --checkpoint")
+    for name in SETTINGS:
+        if state[name] != getattr(args, name):
+            option = f"--{name.replace('_', '-')} {state[name]}"
+            fail(f"{args.checkpoint} was made with {option}. Use that, or another --checkpoint")
+    if rank() == 0:
+        rest = "going on" if state["epochs"] < args.epochs else "nothing left to do: raise --epochs"
+        print(f"{args.checkpoint}: has {state['epochs']} epochs, {rest}", flush=True)
+
+
+def restore(state: dict | None, args: Namespace, model: nn.Module, optimizer: Optimizer) -> int:
+    """Load a state of read_checkpoint; return the epochs that are behind it, 0 for None."""
+    if state is None:
+        return 0
+    check(state, args)
+    model.load_state_dict(state["weights"])
+    optimizer.load_state_dict(state["optimizer"])
+    for group in optimizer.param_groups:
+        group["lr"] = args.lr
+    torch.set_rng_state(state["rng"])
+    if torch.cuda.is_available() and "cuda_rng" in state:
+        torch.cuda.set_rng_state(state["cuda_rng"])
+    if rank() == 0 and state["epochs"] >= args.epochs:
+        loader, device = DataLoader(load_datasets(args)[1], 100), next(model.parameters()).device
+        correct, tested = evaluate(model, loader, device).tolist()
+        print(f"{args.checkpoint}: test accuracy {correct / tested:.1%}", flush=True)
+    return state["epochs"]
+
+
+# ---- output, all of it on rank 0 -----------------------------------------------------------------
+
+
+def print_start(args: Namespace, device: torch.device) -> None:
+    """Print the start line: what runs, on what, with which effective batch."""
+    batch = f"batch {args.per_rank_batch} x {args.world_size} = {args.effective_batch}"
+    where = f"device {device.type} | backend {backend()} | threads {torch.get_num_threads()}"
+    print(
+        f"{args.rung} | world size {args.world_size} | {batch} | lr {args.lr} | {where}", end=" | "
+    )
+    print(f"torch {torch.__version__}", flush=True)
+
+
+def backend() -> str:
+    """Return the name of the library that carries the collectives, "none" where there are none."""
+    return dist.get_backend() if dist.is_initialized() else "none"
+
+
+def progress(loader: DataLoader, epoch: int) -> tqdm:
+    """Return the loader with a progress bar, which shows on rank 0 and on a terminal only."""
+    return tqdm(loader, f"epoch {epoch + 1}", leave=False, disable=True if rank() else None)
+
+
+def seconds_since(start: float, device: torch.device) -> float:
+    """Return the seconds since time.perf_counter() was start, once the device has done its work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter() - start
+
+
+def log_epoch(args: Namespace, epoch: int, sums: torch.Tensor, seconds: float) -> None:
+    """Print the metric line, append to --log-json.
+
+    sums (4,), over all ranks: train loss times samples, train samples, correct, test samples.
+    """
+    loss, trained, correct, tested = sums.tolist()
+    entry = {name: getattr(args, name) for name in ("rung", "world_size", "lr", "seed")}
+    entry |= {"per_rank_batch": args.per_rank_batch, "effective_batch": args.effective_batch}
+    entry |= {"epoch": epoch + 1, "train_loss": loss / trained, "test_accuracy": correct / tested}
+    entry |= {"test_samples": int(tested), "samples_per_second": trained / seconds}
+    entry |= {"device": sums.device.type, "backend": backend(), "torch": torch.__version__}
+    print(
+        f"epoch {epoch + 1}/{args.epochs} | train loss {entry['train_loss']:.4f}"
+        f" | test accuracy {entry['test_accuracy']:.1%} | {trained / seconds:.0f} samples/s",
+        flush=True,
+    )
+    if args.log_json:
+        with open(args.log_json, "a") as file:
+            print(json.dumps(entry), file=file)
