@@ -158,9 +158,7 @@ def parse_args(launcher: str = "python", **options: int | float | str) -> Namesp
     if args.batch_size % args.world_size:
         low = args.batch_size // args.world_size * args.world_size
         sizes = f"{low} or {low + args.world_size}" if low else f"{args.world_size}"
-        fail(
-            f"--batch-size {args.batch_size} cannot be split over {args.world_size} ranks: use {sizes}"
-        )
+        fail(f"--batch-size {args.batch_size} does not split into {args.world_size}: use {sizes}")
     if args.model != "small" or args.image_size != native_size:
         try:  # a dry run: meta tensors have shapes, but neither memory nor arithmetic
             with torch.device("meta"):

@@ -1,0 +1,27 @@
+# make tour   install into .venv what is needed, run every rung on this machine, compare the numbers
+# make test   the same installation, then the whole test suite
+# make readme write the diffs and tables of the README again, from the files and from results/
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+
+.PHONY: tour test readme clean
+
+tour: $(INSTALLED)
+	$(BIN)/python benchmarks/tour.py
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+readme: $(INSTALLED)
+	$(BIN)/python tests/readme.py --write
+
+$(INSTALLED): requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -r requirements.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) checkpoints
