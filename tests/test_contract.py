@@ -1,0 +1,126 @@
+"""The contract: the same command line gives the same numbers, in every rung, at every world size.
+
+On the CPU with Gloo; where there are GPUs, with NCCL, at the world sizes that they allow.
+"""
+
+import functools
+import os
+
+import pytest
+import torch
+
+from ladder import PARALLEL, RUNGS, Result, count_gpus, fork
+
+GPUS = count_gpus()
+WORLD_SIZES = [n for n in (1, 2, 3, 4) if n <= GPUS] if GPUS else [1, 2, 3, 4]
+LOSS = 5e-5  # equal to 4 decimals
+WEIGHTS = {torch.float32: 1e-4, torch.float64: 1e-11}
+
+if GPUS:
+    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # fp32 as on the CPU, not with 10 bits of mantissa
+
+
+@functools.cache
+def run(rung: str, world_size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Result:
+    """Run the default job, once for all tests that look at it."""
+    result = fork(rung, world_size, f"--seed={seed}", before=lambda: torch.set_default_dtype(dtype))
+    assert not any(result.codes), result.err
+    return result
+
+
+def assert_same(result: Result, reference: Result, dtype: torch.dtype = torch.float32) -> None:
+    """The contract between a run and the run of 00 with the same command line."""
+    assert len(result.epochs) == len(reference.epochs) > 0
+    for mine, other in zip(result.epochs, reference.epochs, strict=True):
+        assert abs(mine["train_loss"] - other["train_loss"]) < LOSS
+        slack = 1.5 / other["test_samples"] if GPUS else 0
+        assert abs(mine["test_accuracy"] - other["test_accuracy"]) <= slack
+        assert mine["test_samples"] == other["test_samples"]
+    assert len({entry["train_loss"] for entry in reference.epochs}) == len(reference.epochs)
+    for weights in result.weights:
+        assert_weights(weights, reference.weights[0], WEIGHTS[dtype])
+        assert_weights(weights, result.weights[0], 0)  # the replicas are equal bit for bit
+
+
+def assert_weights(mine: dict, other: dict, tolerance: float) -> None:
+    assert list(mine) == list(other)
+    for name in mine:
+        assert (mine[name].cpu() - other[name].cpu()).abs().max() <= tolerance, name
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_it_learns(seed):
+    epochs = run("00_single_gpu.py", 1, f"--seed={seed}").epochs
+    assert epochs[-1]["train_loss"] < 0.1 < 1 < epochs[0]["train_loss"]
+    assert epochs[-1]["test_accuracy"] >= 0.95
+    assert [entry["epoch"] for entry in epochs] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("rung", RUNGS)
+def test_same_numbers(rung, world_size, seed):
+    if rung not in PARALLEL and world_size > 1:
+        world_size = 1  # one process; 00b uses all GPUs all the same
+    result = run(rung, world_size, f"--seed={seed}")
+    assert_same(result, run("00_single_gpu.py", 1, f"--seed={seed}"))
+    assert result.epochs[0]["world_size"] == world_size
+    assert len(result.weights) == world_size
+
+
+@pytest.mark.parametrize("rung", PARALLEL)
+@pytest.mark.parametrize("world_size", [n for n in (2, 3) if n in WORLD_SIZES])
+def test_same_weights_in_fp64(rung, world_size):
+    """What is left of the difference in fp32 is rounding, not mathematics."""
+    result = run(rung, world_size, dtype=torch.float64)
+    assert_same(result, run("00_single_gpu.py", 1, dtype=torch.float64), torch.float64)
+
+
+@pytest.mark.parametrize("rung", PARALLEL)
+def test_world_size_1_is_bitwise_00(rung):
+    assert_weights(
+        run(rung, 1, "--seed=0").weights[0], run("00_single_gpu.py", 1, "--seed=0").weights[0], 0
+    )
+
+
+def swap(*pairs: tuple[str, str]):
+    """Return an edit of a file's text that must find each of its places."""
+
+    def edit(source: str) -> str:
+        for old, new in pairs:
+            assert old in source, f"the file has no {old!r} any more"
+            source = source.replace(old, new)
+        return source
+
+    return edit
+
+
+MUTATIONS = {
+    "no set_epoch": swap(("sampler.set_epoch(epoch)", "pass")),
+    "no sampler": swap(("sampler=sampler", "shuffle=True")),
+    "no DDP": swap(("model = DDP(model)", "pass"), ("model.module", "model")),
+    "batch per rank": swap(("batch = args.per_rank_batch", "batch = args.batch_size")),
+    "forward around DDP": swap(("model(images)", "model.module(images)")),
+    "loss of rank 0 only": swap(("dist.all_reduce(sums)", "pass")),
+    "each rank tests all": swap(("range(rank, len(test_set), world_size)", "range(len(test_set))")),
+    "padded test shard": swap(
+        ("range(rank, len(test_set), world_size)", "list(DistributedSampler(test_set))")
+    ),
+    "ranks of another seed": swap(("seed=args.seed", "seed=args.seed + rank")),
+}
+
+
+@pytest.mark.skipif(GPUS == 1, reason="needs two ranks")
+@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.parametrize("rung", [name for name in PARALLEL if not name.startswith("04")])
+def test_the_contract_notices(rung, mutation):
+    """Break the file, and the contract must fail: or it would be worth nothing."""
+    world_size = 3 if mutation == "padded test shard" and GPUS in (0, 3, 4) else 2
+    if mutation == "padded test shard" and world_size == 2:
+        pytest.skip("1,000 test samples need no padding for two ranks")
+    reference = run("00_single_gpu.py", 1, "--epochs=2")
+    broken = fork(rung, world_size, "--epochs=2", edit=MUTATIONS[mutation])
+    assert not any(broken.codes), broken.err  # it runs: nothing else would tell
+    with pytest.raises(AssertionError):
+        assert_same(broken, reference)
+    assert_same(run(rung, world_size, "--epochs=2"), reference)
