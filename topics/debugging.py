@@ -1,0 +1,132 @@
+"""Topic: hang clinic. Four ways to make ranks wait for ever, and the tools that say why they do.
+
+mismatch    the ranks call different collectives: the flight recorder names rank and line
+stuck       the last rank sleeps, the others wait for it: py-spy shows who sits where
+monitored   the same, but the barrier is one that names the missing rank
+breakpoint  rank 0 stands in the debugger, the others wait at a barrier (c goes on; --timeout 3600)
+
+Here "for ever" is --timeout: without one, Gloo waits 30 minutes. TORCH_DISTRIBUTED_DEBUG=DETAIL
+before the command checks every collective first, and names a mismatch at once. But with it DDP()
+itself is a segmentation fault, nearly always (torch 2.9 to 2.14): that is why hang() comes before.
+
+Two processes on the CPU:   export CUDA_VISIBLE_DEVICES=
+                            torchrun --standalone --nproc-per-node=2 -m topics.debugging
+                                --timeout 10 --case mismatch
+What it has recorded:       torchfrtrace checkpoints/flight -p rank_
+What changed:               diff -U0 -w 02_torchrun.py topics/debugging.py
+The header is long, and so is the diff: it is four lessons, and the training around them is as ever.
+"""
+
+import os
+import pickle
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+
+sys.path.append(os.getcwd())  # python topics/debugging.py finds common.py in the repo's root
+import common
+
+
+def hang(case, rank, world_size, timeout):
+    print(f"rank {rank} | look inside it: py-spy dump --pid {os.getpid()}", flush=True)
+    values, last = torch.ones(4), rank == world_size - 1
+    try:
+        if case == "mismatch":  # what comes of an `if rank == 0:` around half of a program
+            dist.all_reduce(values) if rank == 0 else dist.broadcast(values, src=0)
+        elif case == "stuck":
+            time.sleep(3 * timeout.total_seconds()) if last else dist.barrier()
+        elif case == "monitored":  # Gloo only; the other ranks are told by rank 0
+            time.sleep(3 * timeout.total_seconds()) if last else dist.monitored_barrier(
+                timeout=timeout
+            )
+        elif case == "breakpoint":
+            if rank == 0:
+                breakpoint()  # only this rank reads the terminal
+            dist.barrier()
+        else:
+            common.fail(f"no --case {case}: use mismatch, stuck, monitored or breakpoint")
+    except RuntimeError:
+        write_flight(rank)
+        time.sleep(2)  # torchrun ends all ranks with the first: let them write theirs as well
+        raise
+
+
+def write_flight(rank):
+    """Write what this rank's flight recorder has seen, in the form that torchfrtrace reads.
+
+    Both names are private to torch. With NCCL torch writes the file itself, at a timeout.
+    """
+    flight = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
+    # With Gloo the group of all ranks is called "" here and "0" in the entries: the reader stops.
+    if group := flight["pg_config"].get(""):
+        flight["pg_config"]["0"] = group | {"name": "0"}
+    for entry in flight["entries"][-1:]:
+        line = next(f["line"] for f in entry["frames"] if f["filename"].endswith("debugging.py"))
+        print(f"rank {rank} | flight recorder: the last is {entry['profiling_name']}, line {line}")
+    Path("checkpoints/flight").mkdir(parents=True, exist_ok=True)
+    Path(f"checkpoints/flight/rank_{rank}").write_bytes(pickle.dumps(flight))
+
+
+@record  # a rank that fails reports its traceback to torchrun
+def main(args):
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = common.pick_device(rank)
+    backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
+    timeout = timedelta(seconds=args.timeout)  # no wait for another rank is longer
+    dist.init_process_group(backend, timeout=timeout)
+    if rank == 0:
+        common.print_start(args, device)
+    torch.manual_seed(args.seed)
+
+    train_set, test_set = common.load_datasets(args)
+    options = common.loader_options(args, device)
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    batch = args.per_rank_batch
+    train_loader = DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
+    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
+    test_loader = DataLoader(test_shard, batch, **options)
+
+    model = common.build_model(args).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    state = common.read_checkpoint(args)
+    start_epoch = common.restore(state, args, model, optimizer)
+    if backend != "gloo" or world_size == 1:
+        common.fail("needs the CPU (CUDA_VISIBLE_DEVICES=) and more than one process")
+    hang(args.case, rank, world_size, timeout)
+    model = DDP(model)  # all ranks: takes the weights of rank 0
+
+    for epoch in range(start_epoch, args.epochs):
+        # A new order each epoch, and the same order in every run with this seed.
+        sampler.set_epoch(epoch)
+        sums = torch.zeros(4, device=device)  # loss, samples, correct, tested
+        start = time.perf_counter()
+        model.train()
+        for images, labels in common.progress(train_loader, epoch):
+            images = images.to(device, non_blocking=True)
+            labels = labels.to(device, non_blocking=True)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            # Summed on the device: to read the loss at every step would stop the GPU each time.
+            sums[0] += loss.detach() * len(labels)
+            sums[1] += len(labels)
+        seconds = common.seconds_since(start, device)
+        sums[2:] = common.evaluate(model.module, test_loader, device)
+        dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
+        if rank == 0:
+            common.log_epoch(args, epoch, sums, seconds)
+            common.save_checkpoint(args, epoch + 1, model.module, optimizer)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(common.parse_args("torchrun", case="mismatch"))
