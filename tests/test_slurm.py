@@ -1,0 +1,311 @@
+"""Every batch file of slurm/ runs on a real Slurm of two nodes, with the numbers of rung 00."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CLUSTER = ROOT / "slurm" / "laptop_cluster.sh"
+FILES = sorted((ROOT / "slurm").glob("*.sbatch"))
+RUNGS = [path for path in FILES if re.match(r"\d\d", path.name)]  # one file a rung and launcher
+LAUNCHER = "# ---- launcher "
+# At most 4 ranks a job, and few CPUs: this may be a small machine. One task a node or one a rank?
+ONE_TASK = re.compile(r"^#SBATCH --ntasks-per-node=1$", re.MULTILINE)
+HAS_NODES = re.compile(r"^#SBATCH --nodes=(\d+)$", re.MULTILINE)
+
+
+def call(*command, timeout=60, **options):
+    """Run a command; its stdout and stderr are in .stdout, its exit code in .returncode."""
+    options = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} | options
+    return subprocess.run([str(part) for part in command], timeout=timeout, cwd=ROOT, **options)
+
+
+class Cluster:
+    """A running cluster: submit a job, wait for its end."""
+
+    def __init__(self, folder):
+        self.logs, self.env = folder / "logs", os.environ | {"LAPTOP_DIR": str(folder / "slurm")}
+        self.logs.mkdir()
+
+    def slurm(self, *command):
+        return call(CLUSTER, *command, env=self.env)
+
+    def submit(self, path, sbatch_options=(), training_options=()):
+        log = f"--output={self.logs}/%x-%j.out"
+        command = ["exec", "sbatch", "--parsable", log, *sbatch_options, path, *training_options]
+        answer = self.slurm(*command)
+        assert answer.returncode == 0, answer.stdout
+        return answer.stdout.strip()
+
+    def wait(self, job, timeout=150):
+        """Return (state, exit code, log) of a job that has ended; after timeout s cancel it."""
+        deadline = time.monotonic() + timeout
+        while True:  # not `sbatch --wait`: that looks every half minute only
+            text = self.slurm("exec", "scontrol", "show", "job", "-o", job).stdout
+            fields = dict(re.findall(r"(\w+)=(\S+)", text))
+            if fields.get("JobState") not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
+                break
+            if time.monotonic() > deadline:
+                self.slurm("exec", "scancel", job)
+                pytest.fail(f"job {job} has not ended after {timeout} s: {text}")
+            time.sleep(0.5)
+        log = "\n".join(path.read_text() for path in self.logs.glob(f"*-{job}.out"))
+        return fields["JobState"], fields["ExitCode"], log
+
+    def run(self, path, sbatch_options=(), training_options=()):
+        return self.wait(self.submit(path, sbatch_options, training_options))
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Skip where there can be no cluster; on a CI machine there has to be one."""
+    missing = "Slurm is not installed" if not shutil.which("slurmctld", path="/usr/sbin") else ""
+    if os.geteuid() != 0:
+        missing = "the nodes' namespaces need root"
+    if missing:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(missing)
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
+        running = Cluster(Path(folder))
+        try:
+            start = running.slurm("start")
+            assert start.returncode == 0, start.stdout
+            yield running
+        finally:
+            stop = running.slurm("stop")
+            assert stop.returncode == 0 and not (Path(folder) / "slurm").exists(), stop.stdout
+
+
+def small(path):
+    """Return (sbatch options, world size): two GPUs a node, or one where Lightning is slow."""
+    text = path.read_text()
+    nodes, gpus = int(HAS_NODES.search(text)[1]), 2
+    if "--gpus-per-node=1\n" in text or path.name.startswith("04"):
+        gpus = 1
+    options = [f"--gpus-per-node={gpus}", "--cpus-per-task=2"]
+    if not ONE_TASK.search(text):
+        options.append(f"--ntasks-per-node={gpus}")
+    return options, nodes * gpus
+
+
+def losses(path):
+    return [json.loads(line)["train_loss"] for line in path.read_text().splitlines()]
+
+
+def training(cluster, name):
+    return ["--epochs", 2, "--checkpoint", "", "--log-json", cluster.logs / f"{name}.jsonl"]
+
+
+@pytest.fixture(scope="module")
+def reference(cluster):
+    """The losses of rung 00, from its batch file."""
+    path = ROOT / "slurm" / "00_single_gpu.sbatch"
+    state, code, log = cluster.run(path, small(path)[0], training(cluster, path.stem))
+    assert (state, code) == ("COMPLETED", "0:0"), log
+    found = losses(cluster.logs / f"{path.stem}.jsonl")
+    assert len(found) == 2 and found[1] < found[0]
+    assert f"epoch 2/2 | train loss {found[1]:.4f} |" in log
+    assert "world size 1 |" in log
+    return found
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.name[:2] != "00"], ids=lambda p: p.stem)
+def test_a_batch_file_trains_and_prints_the_numbers_of_rung_00(cluster, reference, path):
+    if "topics." in parts(path)[2] and not os.environ.get("CI"):
+        pytest.importorskip("torchdata")  # which topics may need, and rungs do not
+    options, world_size = small(path)
+    state, code, log = cluster.run(path, options, training(cluster, path.stem))
+    assert (state, code) == ("COMPLETED", "0:0"), log
+    assert len(re.findall(rf"\.py \| world size {world_size} \|", log)) == 1, log
+    assert re.findall(r"^epoch 2/2 \| train loss (\S+) ", log, re.M) == [f"{reference[-1]:.4f}"]
+    assert losses(cluster.logs / f"{path.stem}.jsonl") == pytest.approx(reference, abs=5e-5)
+    assert re.search(r"^job \d+ \| .* \| endpoint n1:2\d{4}$", log, re.M), log
+    if path.name.startswith("03"):
+        table = re.findall(r"^rank (\d) \| local rank (\d) \| (n\d) \|", log, re.M)
+        rows = [("0", "0", "n1"), ("1", "1", "n1"), ("2", "0", "n2"), ("3", "1", "n2")]
+        assert sorted(table) == rows, log
+
+
+def test_a_partition_without_gpus_needs_no_edit(cluster, reference):
+    """Nor does a job that gets only a part of the environment; srun would hand on no more."""
+    cpu = ["--gpus-per-node=0", "--cpus-per-task=2"]
+    some = ["--ntasks-per-node=1", "--export=PATH,TMPDIR,OMP_NUM_THREADS"]
+    epoch = ["--epochs", 1, "--checkpoint", ""]
+    jobs = [
+        cluster.submit(ROOT / "slurm" / "02_torchrun.sbatch", cpu, epoch),
+        cluster.submit(ROOT / "slurm" / "03_multinode_srun.sbatch", [*cpu, *some], epoch),
+    ]
+    for job in jobs:
+        state, code, log = cluster.wait(job)
+        assert (state, code) == ("COMPLETED", "0:0"), log
+        assert "GPUs a node 0 |" in log and "world size 2 |" in log
+        assert f"epoch 1/1 | train loss {reference[0]:.4f} |" in log
+
+
+def test_a_training_that_fails_makes_a_job_that_failed(cluster):
+    """With one task, its exit code is the job's: the training's own, or torchrun's, always 1.
+
+    With several, srun reports the highest: it may be 143, of a task that was ended for the others.
+    """
+    one, two = ["--gpus-per-node=1", "--cpus-per-task=1"], ["--ntasks-per-node=1", "--nodes=2"]
+    cases = [
+        ("00_single_gpu", one, ["--dataset", "cats"], "no --dataset cats: use digits, ", ["2:0"]),
+        ("02_torchrun", [*one, "--gpus-per-node=2"], ["--batch-size", 97], "use 96 or 98", ["1:0"]),
+        ("03_multinode", one, ["--batch-size", 97], "use 96 or 98", ["1:0", "143:0"]),
+        ("03_multinode_srun", [*one, *two], ["--batch-size", 97], "96 or 98", ["2:0", "143:0"]),
+    ]
+    jobs = [cluster.submit(ROOT / "slurm" / f"{case[0]}.sbatch", *case[1:3]) for case in cases]
+    for job, (name, _, _, line, codes) in zip(jobs, cases, strict=True):
+        state, code, log = cluster.wait(job)
+        assert state == "FAILED" and code in codes, f"{name}: {code}\n{log}"
+        assert line in log and "epoch" not in log, log
+
+
+def test_what_cannot_work_is_refused_in_one_line(cluster, tmp_path):
+    """No job of these gets as far as srun."""
+    srun_file = ROOT / "slurm" / "03_multinode_srun.sbatch"
+    bare = tmp_path / "bin"  # an environment with neither python nor torch
+    bare.mkdir()
+    jobs = {
+        "no common.py in": cluster.submit(srun_file, [f"--chdir={tmp_path}"]),
+        "4 tasks for 1 GPUs on a node": cluster.submit(srun_file, ["--gpus-per-node=1"]),
+        "python cannot import torch (command not found): see the EDIT block": cluster.submit(
+            srun_file, [f"--export=NONE,PATH={bare}:/usr/sbin"]
+        ),
+    }
+    for line, job in jobs.items():
+        state, code, log = cluster.wait(job, timeout=60)
+        assert (state, code) == ("FAILED", "1:0"), log
+        assert line in log and len(log.splitlines()) <= 2 and "rank" not in log, log
+
+
+def test_the_nodes_are_apart_and_stop_leaves_nothing(cluster):
+    """A node has its own host name and address, which the machine does not see."""
+    show = "echo $(hostname) $(hostname -I)"
+    lines = cluster.slurm("exec", "srun", "-N2", "sh", "-c", show).stdout.splitlines()
+    assert sorted(lines) == ["n1 10.99.0.11", "n2 10.99.0.12"]
+    assert not {"switch", "to-n1"} & set(os.listdir("/sys/class/net"))
+    folder = tempfile.mkdtemp(prefix="slurm-")
+    env = os.environ | {"LAPTOP_DIR": folder, "LAPTOP_MODE": "ports", "LAPTOP_PORT": "17900"}
+    call(CLUSTER, "start", env=env)
+    job = call(CLUSTER, "exec", "sbatch", "-o", "/dev/null", "--wrap", "exec sleep 987", env=env)
+    assert job.returncode == 0, job.stdout
+    assert call(CLUSTER, "stop", env=env).returncode == 0
+    assert not Path(folder).exists()
+    mark = f"SLURM_CONF={folder}/slurm.conf".encode()
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it may have ended meanwhile
+            assert mark not in environ.read_bytes(), environ
+
+
+# ---- without a cluster ---------------------------------------------------------------------------
+
+
+def test_the_cluster_says_what_is_wrong_in_one_line(tmp_path):
+    cases = {
+        ("frob",): "laptop_cluster.sh: no command frob; see",
+        ("exec",): "laptop_cluster.sh: exec needs a command, such as sbatch FILE\n",
+        ("status",): "laptop_cluster.sh: the cluster is not running: ",
+        ("kill", "n1"): "laptop_cluster.sh: the cluster is not running: ",
+    }
+    for command, line in cases.items():
+        answer = call(CLUSTER, *command, env=os.environ | {"LAPTOP_DIR": str(tmp_path / "none")})
+        assert answer.returncode == 1 and answer.stdout.startswith(line), answer.stdout
+        assert answer.stdout.count("\n") == 1
+    (tmp_path / "thesis.tex").touch()
+    answer = call(CLUSTER, "start", env=os.environ | {"LAPTOP_DIR": str(tmp_path)})
+    assert answer.returncode == 1 and (tmp_path / "thesis.tex").exists()
+
+
+def test_the_cluster_names_the_packages_that_are_missing(tmp_path):
+    """With a PATH that has every tool of the script but Slurm's."""
+    text = CLUSTER.read_text().replace("PATH=$PATH:/usr/sbin:/sbin\n", "")
+    script = tmp_path / "laptop_cluster.sh"
+    script.write_text(text)
+    for tool in ("bash", "id", "readlink", "unshare", "sed"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    answer = call("bash", script, "start", env={"PATH": str(tmp_path)})
+    assert answer.returncode == 1 and answer.stdout.count("\n") == 1, answer.stdout
+    assert "slurmctld slurmd sbatch munged" in answer.stdout
+    assert "apt-get install --no-install-recommends slurmctld slurmd" in answer.stdout
+
+
+def code_of(path):
+    """Return the lines of a batch file that bash runs, and those before the first of them."""
+    lines = path.read_text().splitlines()
+    is_code = [bool(line.strip()) and not line.lstrip().startswith("#") for line in lines]
+    first = is_code.index(True)
+    return [line for line, yes in zip(lines, is_code, strict=True) if yes], lines[:first]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_a_batch_file_is_well_formed(path):
+    text, (code, header) = path.read_text(), code_of(path)
+    assert call("bash", "-n", path).returncode == 0
+    assert text.startswith("#!/bin/bash\n")
+    # Slurm silently ignores an #SBATCH after the first command, and "# SBATCH" everywhere.
+    assert [ln for ln in text.splitlines() if ln.startswith("#SBATCH")] == [
+        ln for ln in header if ln.startswith("#SBATCH")
+    ]
+    assert not re.search(r"^#+ +SBATCH", text, re.M)
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.M))
+    assert options["job-name"] == path.stem
+    assert options["output"] == "%x-%j.out"  # no folder that might be missing
+    asked = {"nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time"}
+    assert asked <= set(options)
+    assert not any("SLURM_LAUNCH_NODE_IPADDR" in ln or "CUDA_VISIBLE_DEVICES" in ln for ln in code)
+    assert text.count("---- EDIT:") == 1
+
+
+def parts(path):
+    """Return the three parts of a batch file: header, what all files share, launcher."""
+    header, rest = path.read_text().split("\n# ---- EDIT:")
+    shared, launcher = rest.split(LAUNCHER)
+    return header, shared, launcher
+
+
+def test_the_batch_files_differ_in_header_and_launcher_only():
+    assert len({parts(path)[1] for path in FILES}) == 1
+    assert len(RUNGS) >= 6
+
+
+@pytest.mark.parametrize("path", RUNGS, ids=lambda p: p.stem)
+def test_the_last_command_is_the_launcher(path):
+    """Or the job would have another exit code than the training."""
+    launcher = parts(path)[2]
+    assert launcher.count('"${srun[@]}"') == 1
+    assert re.sub(r"\\\n", "", launcher).rstrip().endswith('"$@"')
+    srun = re.search(r"^srun=\((.*)\)$", path.read_text(), re.M)[1]
+    assert '--kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK"' in srun
+
+
+@pytest.mark.parametrize("path", RUNGS, ids=lambda p: p.stem)
+def test_without_a_head_node_nothing_starts(path, tmp_path):
+    """scontrol fails: no fallback to an address that may be the wrong one."""
+    started = tmp_path / "started"
+    stubs = {"scontrol": "exit 1", "python": "exit 0", "srun": f"touch {started}"}
+    for name, body in stubs.items():
+        stub = tmp_path / name
+        stub.write_text(f"#!/bin/sh\n{body}\n")
+        stub.chmod(0o755)
+    job = {"JOB_ID": 7, "JOB_NAME": "test", "JOB_NODELIST": "n1", "NNODES": 1}
+    job |= {"NTASKS_PER_NODE": 1, "CPUS_PER_TASK": 1, "GPUS_ON_NODE": 1}
+    env = {f"SLURM_{name}": str(value) for name, value in job.items()}
+    env["PATH"] = f"{tmp_path}:/usr/bin:/bin"
+    answer = call("bash", "--norc", "--noprofile", path, env=env)
+    assert answer.returncode != 0 and not started.exists()
+    assert answer.stdout == "test: scontrol does not name the nodes\n"
+
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho n1\n")  # and with it, the stubs do start
+    answer = call("bash", "--norc", "--noprofile", path, env=env)
+    assert answer.returncode == 0 and started.exists(), answer.stdout
+    del env["SLURM_JOB_ID"]  # bash instead of sbatch
+    answer = call("bash", "--norc", "--noprofile", path, env=env)
+    assert answer.returncode != 0 and "this file is for sbatch" in answer.stdout
