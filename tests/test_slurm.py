@@ -194,10 +194,13 @@ def test_the_nodes_are_apart_and_stop_leaves_nothing(cluster):
     assert not {"switch", "to-n1"} & set(os.listdir("/sys/class/net"))
     folder = tempfile.mkdtemp(prefix="slurm-")
     env = os.environ | {"LAPTOP_DIR": folder, "LAPTOP_MODE": "ports", "LAPTOP_PORT": "17900"}
-    call(CLUSTER, "start", env=env)
-    job = call(CLUSTER, "exec", "sbatch", "-o", "/dev/null", "--wrap", "exec sleep 987", env=env)
-    assert job.returncode == 0, job.stdout
-    assert call(CLUSTER, "stop", env=env).returncode == 0
+    try:
+        assert call(CLUSTER, "start", env=env).returncode == 0
+        wrap = ["sbatch", "-o", "/dev/null", "--wrap", "exec sleep 987"]
+        assert call(CLUSTER, "exec", *wrap, env=env).returncode == 0
+    finally:
+        stop = call(CLUSTER, "stop", env=env)
+    assert stop.returncode == 0, stop.stdout
     assert not Path(folder).exists()
     mark = f"SLURM_CONF={folder}/slurm.conf".encode()
     for environ in Path("/proc").glob("[0-9]*/environ"):
