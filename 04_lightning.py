@@ -75,8 +75,13 @@ def main(args):
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # not its notes on how it starts
     torch.manual_seed(args.seed)
-    common.check(common.read_checkpoint(args), args)
+    state = common.read_checkpoint(args)
+    common.check(state, args)
+    if state and state["epochs"] >= args.epochs:
+        return
     path = Path(args.checkpoint or "unused").with_suffix(".ckpt")  # Lightning's own, to resume from
+    if state and not path.exists():
+        common.fail(f"{args.checkpoint} is of another rung, and Lightning goes on from {path} only")
     own = ModelCheckpoint(path.parent, path.stem, enable_version_counter=False)
     strategy = args.strategy
     if strategy == "ddp":

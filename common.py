@@ -53,16 +53,17 @@ def fail(message: str) -> NoReturn:
     A node's first process speaks. The others give it 10 s, because a launcher ends them all as soon
     as one has ended.
     """
-    if int(os.environ.get("LOCAL_RANK", rank())) > 0:
+    if int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", rank()))) > 0:
         time.sleep(10)
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: object) -> None:
-    """Print one line where a spawned process has already said what was wrong, or for Ctrl-C."""
+    """Spare the user a traceback that is not about our code."""
     if issubclass(kind, (ProcessExitedException, KeyboardInterrupt)):
-        print(f"{Path(sys.argv[0]).name}: {error or 'interrupted'}", file=sys.stderr)
+        if getattr(error, "exit_code", None) != 2:  # else a rank has called fail()
+            print(f"{Path(sys.argv[0]).name}: {error or 'interrupted'}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
 
@@ -131,6 +132,17 @@ def parse_args(launcher: str = "python", **options: int | float | str) -> Namesp
         add(f"--{name.replace('_', '-')}", type=type(default), default=default)
     args = parser.parse_args()
 
+    env, by_torchrun = os.environ, "TORCHELASTIC_RUN_ID" in os.environ
+    tasks, nodes = (int(env.get(f"SLURM_STEP_NUM_{what}", 1)) for what in ("TASKS", "NODES"))
+    if (
+        tasks > nodes * by_torchrun
+        and tasks > 1
+        and (by_torchrun or launcher in ("python", "spawn"))
+    ):
+        fail(f"srun has started it {tasks} times on {nodes} nodes: use --ntasks-per-node=1")
+    alone = "SLURM_STEP_ID" not in env and not by_torchrun
+    if launcher == "lightning" and alone and int(env.get("SLURM_NTASKS", 1)) > 1:
+        fail("waits for the other tasks of the Slurm job: start it with srun python, not python")
     name, _, size = args.dataset.partition(":")
     if name not in DATASETS or (size and not (name == "fake" and size.isdigit() and int(size))):
         fail(f"no --dataset {args.dataset}: use {', '.join(DATASETS)} or fake:N")
@@ -165,6 +177,13 @@ def parse_args(launcher: str = "python", **options: int | float | str) -> Namesp
                 build_model(args)(torch.zeros(2, args.channels, *[args.image_size] * 2)).argmax(1)
         except Exception as error:
             fail(f"--model {args.model} with --image-size {args.image_size} does not work: {error}")
+    try:  # now, not after the first epoch
+        for path in filter(None, (args.checkpoint, args.log_json)):
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            if os.path.exists(path):
+                open(path, "rb").close()
+    except OSError as error:
+        fail(f"cannot use {path}: {error}")
     args.rung, args.effective_batch = Path(sys.argv[0]).name, args.batch_size
     args.per_rank_batch = args.batch_size // args.world_size
     return args
@@ -275,7 +294,6 @@ def save_checkpoint(args: Namespace, epochs: int, model: nn.Module, optimizer: O
     state |= {"rng": torch.get_rng_state()}
     if torch.cuda.is_available():
         state |= {"cuda_rng": torch.cuda.get_rng_state()}
-    path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         shutil.copyfile(path, temporary)
         os.replace(temporary, f"{path}.previous")
@@ -295,8 +313,6 @@ def read_checkpoint(args: Namespace) -> dict | None:
         try:
             if args.checkpoint and os.path.exists(path):
                 return torch.load(path, map_location="cpu", weights_only=True)
-        except OSError as error:
-            fail(f"cannot read the checkpoint: {error}. Use another --checkpoint")
         except Exception:  # a torn file: RuntimeError, EOFError, UnpicklingError ...
             if rank() == 0:
                 print(f"warning: {path} is torn, going back to the one before it", file=sys.stderr)

@@ -20,6 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+import machine  # noqa: E402
+
 import common  # noqa: E402
 import pairs  # noqa: E402
 
@@ -136,7 +138,8 @@ def main() -> int:
         print(" | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)))
     print(f"\n{time.perf_counter() - begin:.0f} s in all")
     if args.json:
-        Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
+        table = {"machine": machine.describe(), "rungs": record}
+        Path(args.json).write_text(json.dumps(table, indent=1) + "\n")
     return 0 if all(row[-1] == "yes" for row in rows) else 1
 
 

@@ -1,0 +1,541 @@
+"""What every rung does beside the numbers: resume, odd data sets, wrong uses, its own launcher."""
+
+import ast
+import functools
+import gzip
+import http.server
+import os
+import runpy
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from test_contract import LOSS, assert_same, assert_weights, run, swap
+from torch.utils.data import TensorDataset
+
+import common
+from ladder import PARALLEL, ROOT, RUNGS, TORCHRUN, fork, launch
+
+WORLD_SIZE = 2
+BY_TORCHRUN = ["02_torchrun.py", "03_multinode.py", "04_lightning.py"]
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_3_and_3_epochs_are_6(rung, tmp_path):
+    world_size = WORLD_SIZE if rung in PARALLEL else 1
+    fork(rung, world_size, "--epochs=3", folder=tmp_path)
+    resumed = fork(rung, world_size, "--epochs=6", folder=tmp_path)
+    whole = run(rung, world_size, "--epochs=6")
+    assert [entry["epoch"] for entry in resumed.epochs] == [1, 2, 3, 4, 5, 6]  # each once
+    for mine, other in zip(resumed.epochs, whole.epochs, strict=True):
+        assert mine["train_loss"] == other["train_loss"]
+    assert_weights(resumed.state["weights"], whole.state["weights"], 0)
+
+
+@functools.cache
+def two_epochs(rung: str):
+    return run(rung, WORLD_SIZE if rung in PARALLEL else 1, "--epochs=2")
+
+
+@pytest.mark.parametrize("reader", [name for name in RUNGS if not name.startswith("04")])
+@pytest.mark.parametrize("writer", RUNGS)
+def test_any_rung_goes_on_from_any_checkpoint(writer, reader, tmp_path):
+    shutil.copy(two_epochs(writer).checkpoint, tmp_path / "checkpoint.pt")
+    world_size = WORLD_SIZE if reader in PARALLEL else 1
+    result = fork(reader, world_size, "--epochs=3", folder=tmp_path)
+    assert not any(result.codes), result.err
+    [entry] = result.epochs
+    third = run("00_single_gpu.py", 1, "--seed=0").epochs[2]
+    assert entry["epoch"] == 3
+    assert abs(entry["train_loss"] - third["train_loss"]) < LOSS
+    assert entry["test_accuracy"] == third["test_accuracy"]
+    assert not [key for key in result.state["weights"] if "module." in key or "_orig_mod" in key]
+
+
+def test_a_finished_checkpoint_is_evaluated_and_left_alone(tmp_path):
+    """Also Lightning's plain weights: 00 says what they are worth."""
+    for writer in ("00_single_gpu.py", "04_lightning.py"):
+        before = two_epochs(writer)
+        shutil.copy(before.checkpoint, tmp_path / "checkpoint.pt")
+        stamp = (tmp_path / "checkpoint.pt").stat().st_mtime_ns
+        for rung in RUNGS if writer.startswith("00") else ["00_single_gpu.py"]:
+            result = fork(rung, 1, "--epochs=2", folder=tmp_path)
+            assert result.codes == [0], result.err
+            assert "nothing left to do" in result.out
+            if not rung.startswith("04"):
+                assert f"test accuracy {before.epochs[-1]['test_accuracy']:.1%}" in result.out
+            assert not result.epochs
+            assert (tmp_path / "checkpoint.pt").stat().st_mtime_ns == stamp
+            for stream in ("stdout.0", "stderr.0"):
+                (tmp_path / stream).unlink()
+
+
+@pytest.mark.parametrize("rung", [name for name in RUNGS if not name.startswith("04")])
+def test_a_torn_checkpoint_is_reported_and_the_one_before_it_used(rung, tmp_path):
+    state = two_epochs("00_single_gpu.py").checkpoint
+    shutil.copy(f"{state}.previous", tmp_path / "checkpoint.pt.previous")
+    (tmp_path / "checkpoint.pt").write_bytes(state.read_bytes()[: state.stat().st_size // 2])
+    world_size = WORLD_SIZE if rung in PARALLEL else 1
+    result = fork(rung, world_size, "--epochs=2", folder=tmp_path)
+    assert not any(result.codes), result.err
+    assert result.err.count("is torn") == 1
+    assert [entry["epoch"] for entry in result.epochs] == [2]
+
+    for name in ("checkpoint.pt", "checkpoint.pt.previous"):  # nothing good is left: start anew
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "log.json").unlink()
+    result = fork(rung, world_size, "--epochs=1", folder=tmp_path)
+    assert [entry["epoch"] for entry in result.epochs] == [1]
+
+
+def test_a_checkpoint_is_loaded_to_the_cpu(tmp_path):
+    """Or GPU 0 would hold a copy of it for every rank."""
+    shutil.copy(two_epochs("00_single_gpu.py").checkpoint, tmp_path / "checkpoint.pt")
+
+    def watch():
+        load = torch.load
+
+        def checked(*args, map_location, weights_only):
+            assert (map_location, weights_only) == ("cpu", True)
+            return load(*args, map_location=map_location, weights_only=weights_only)
+
+        torch.load = checked
+
+    for rung in RUNGS[:5]:
+        result = fork(rung, 1, "--epochs=2", folder=tmp_path, before=watch)
+        assert not any(result.codes), result.err
+
+
+@pytest.mark.parametrize("rung", PARALLEL)
+def test_only_rank_0_writes(rung, tmp_path):
+    def watch():
+        save = torch.save
+
+        def checked(*args):
+            if "weights." not in str(args[1]):  # what the test itself keeps
+                print(f"SAVED BY {common.rank()}", flush=True)
+            return save(*args)
+
+        torch.save = checked
+
+    result = fork(rung, WORLD_SIZE, "--epochs=2", folder=tmp_path, before=watch)
+    assert result.out.count("SAVED BY 0") >= 2
+    assert "SAVED BY 1" not in result.out
+    assert result.out.count("epoch 1/2") == 1
+    names = {path.name for path in tmp_path.glob("checkpoint*")}
+    assert names - {"checkpoint.ckpt"} == {"checkpoint.pt", "checkpoint.pt.previous"}
+
+
+def test_checkpoint_off(tmp_path):
+    for rung in RUNGS:
+        result = fork(rung, 1, "--epochs=1", "--checkpoint=", folder=tmp_path)
+        assert not any(result.codes), result.err
+        assert not list(tmp_path.glob("checkpoint*"))
+
+
+# ---- data ----------------------------------------------------------------------------------------
+
+
+def with_sizes(train: int, test: int):
+    """Return what gives a run that many samples of each set."""
+
+    def before():
+        full = common.load_datasets
+
+        def cut(args):
+            sets = full(args)
+            return tuple(
+                TensorDataset(*(tensor[:size] for tensor in part.tensors))
+                for part, size in zip(sets, (train, test), strict=True)
+            )
+
+        common.load_datasets = cut
+
+    return before
+
+
+@pytest.mark.parametrize("rung", PARALLEL)
+@pytest.mark.parametrize(("train", "test"), [(97, 1), (100, 2), (101, 3), (96, 4), (131, 22)])
+def test_every_test_sample_counts_once(rung, train, test):
+    """Sets that do not divide by three ranks, and ranks without any test sample."""
+    before = with_sizes(train, test)
+    options = ("--epochs=1", "--batch-size=12")
+    result = fork(rung, 3, *options, before=before)
+    assert not any(result.codes), result.err
+    assert result.epochs[0]["test_samples"] == test
+    assert_same(result, fork("00_single_gpu.py", 1, *options, before=before))
+
+
+def test_samples_are_shuffled_anew_each_epoch():
+    """The order of 00 and that of DistributedSampler are the same, and another one each epoch."""
+    dataset = range(10)
+    orders = []
+    for epoch in range(3):
+        sampler = torch.utils.data.RandomSampler(dataset, generator=torch.Generator())
+        sampler.generator.manual_seed(5 + epoch)
+        order = list(sampler)
+        shares = []
+        for rank in range(2):
+            share = torch.utils.data.DistributedSampler(dataset, 2, rank, seed=5, drop_last=True)
+            share.set_epoch(epoch)
+            shares.append(list(share))
+        assert [x for pair in zip(*shares, strict=True) for x in pair] == order
+        orders.append(order)
+    assert orders[0] != orders[1] != orders[2]
+
+
+class Mirror(http.server.BaseHTTPRequestHandler):
+    """A small MNIST, served to torchvision's own download code."""
+
+    requests: Counter = Counter()
+
+    def do_GET(self):
+        name = self.path.rsplit("/", 1)[-1]
+        Mirror.requests[name] += 1
+        count = 600 if name.startswith("train") else 100
+        if "images" in name:
+            body = struct.pack(">IIII", 2051, count, 28, 28) + bytes(range(256)) * (
+                count * 784 // 256
+            )
+            body += bytes(16 + count * 784 - len(body))
+        else:
+            body = struct.pack(">II", 2049, count) + bytes(i % 10 for i in range(count))
+        body = gzip.compress(body)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.parametrize("rung", PARALLEL)
+def test_a_data_set_is_downloaded_once(rung, tmp_path, monkeypatch):
+    """All ranks start at once, none finds half a file, and no file is fetched twice."""
+    import torchvision
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Mirror)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    mnist = torchvision.datasets.MNIST
+    names = [name for name, _ in mnist.resources]
+    monkeypatch.setattr(mnist, "mirrors", [f"http://127.0.0.1:{server.server_port}/"])
+    monkeypatch.setattr(mnist, "resources", [(name, None) for name in names])
+    monkeypatch.setattr(common, "DATA", tmp_path)
+    options = ("--dataset=MNIST", "--epochs=1", "--checkpoint=")
+    seen = {}
+    try:
+        for name, world_size in (("00_single_gpu.py", 1), (rung, 3), (rung, 3)):
+            if name not in seen:  # the second run of the rung finds everything there
+                monkeypatch.setattr(common, "DATA", tmp_path / name)
+                (tmp_path / name).mkdir()
+            Mirror.requests.clear()
+            result = fork(name, world_size, *options)
+            assert not any(result.codes), result.err
+            assert result.epochs[0]["test_samples"] == 100
+            seen.setdefault(name, []).append(dict(Mirror.requests))
+    finally:
+        server.shutdown()
+    assert list(seen["00_single_gpu.py"][0]) == names
+    assert seen[rung] == [seen["00_single_gpu.py"][0], {}]
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="needs root on Linux")
+def test_without_a_network():
+    """The embedded data need none; for the others one line says where to run what."""
+    offline = ["unshare", "-n", "sh", "-c", 'ip link set lo up; exec "$@"', "sh"]
+    command = [*offline, *TORCHRUN, "--standalone", "--nproc-per-node=2", "02_torchrun.py"]
+    command += ["--checkpoint=", "--epochs=1"]
+    assert launch(*command).returncode == 0
+    result = launch(*command, "--dataset=FashionMNIST", env={"TORCHELASTIC_LOG_LEVEL": "ERROR"})
+    assert result.returncode != 0
+    advice = "Where there is a network, run: python 00_single_gpu.py --dataset FashionMNIST"
+    assert result.stderr.count(advice) == 1
+
+
+def test_fake_images_of_any_size_and_torchvision_models():
+    options = ("--dataset=fake:64", "--image-size=40", "--batch-size=32", "--epochs=1")
+    for model in ("small", "mobilenet_v3_small"):
+        result = fork("02_torchrun.py", WORLD_SIZE, *options, f"--model={model}")
+        assert not any(result.codes), result.err
+        assert result.epochs[0]["test_samples"] == 16
+    args = (["02", "--dataset=fake:64", "--image-size=40", "--batch-size=32"], common.parse_args)
+    sys.argv, saved = args[0], sys.argv
+    try:
+        images = common.load_datasets(args[1]())[0].tensors[0]
+    finally:
+        sys.argv = saved
+    assert images.dtype == torch.uint8
+    assert images.shape == (64, 3, 40, 40)
+
+
+def test_workers():
+    result = fork("02_torchrun.py", WORLD_SIZE, "--num-workers=1", "--epochs=1")
+    assert_same(result, run("00_single_gpu.py", 1, "--epochs=1"))
+
+
+# ---- wrong uses: one line, exit code 2, nothing left behind
+
+WRONG = {
+    "batch does not divide": (["--batch-size=97"], "use 96 or 98"),
+    "batch smaller than world": (["--batch-size=1"], "use 2"),
+    "batch larger than data": (["--batch-size=5000"], "more than the 4000 training images"),
+    "no epochs": (["--epochs=0"], "--epochs must be more than 0"),
+    "no rate": (["--lr=0"], "--lr must be more than 0"),
+    "not a number": (["--lr=fast"], "invalid float value"),
+    "no timeout": (["--timeout=0"], "--timeout must be more than 0"),
+    "unknown option": (["--epoch-count=3"], "unrecognized arguments"),
+    "unknown data": (["--dataset=imagenet"], "no --dataset imagenet: use digits, MNIST"),
+    "unknown model": (["--model=resnet51"], "--model resnet51"),
+    "model and size": (["--model=vit_b_16", "--image-size=30"], "--image-size 30 does not work"),
+    "checkpoint is a folder": (["--checkpoint=."], "cannot use .:"),
+    "log in no folder": (["--log-json=/dev/null/log"], "cannot use /dev/null/log"),
+}
+
+
+def assert_one_line(result, text: str) -> None:
+    assert all(result.codes), result.out
+    noise = ("HINT", "Terminating process")  # of Lightning and of mp.spawn
+    lines = [line for line in result.err.splitlines() if not any(word in line for word in noise)]
+    assert len(lines) == 1, result.err
+    assert text in lines[0], result.err
+    assert not result.epochs
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("rung", PARALLEL)
+def test_wrong_options(rung, wrong):
+    options, text = WRONG[wrong]
+    assert_one_line(fork(rung, 2, *options, before=no_waiting), text)
+
+
+def no_waiting():
+    """Rank 1 gives rank 0 its 10 s, and speaks where no launcher has ended it: here it does not."""
+    common.time.sleep = lambda seconds: os._exit(2)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_checkpoint_of_another_run_is_refused(rung, tmp_path):
+    world_size = WORLD_SIZE if rung in PARALLEL else 1
+    other = two_epochs("00_single_gpu.py").checkpoint
+    for options, text in (
+        (["--model=resnet18"], "was made with --model small"),
+        (["--batch-size=48"], "was made with --batch-size 96"),
+        (["--seed=1"], "was made with --seed 0"),
+        (["--dataset=fake:96", "--image-size=28"], "was made with --dataset digits"),
+    ):
+        folder = tmp_path / text.replace(" ", "")
+        folder.mkdir()
+        shutil.copy(other, folder / "checkpoint.pt")
+        result = fork(rung, world_size, "--epochs=5", *options, folder=folder, before=no_waiting)
+        assert_one_line(result, text)
+    torch.save(two_epochs("00_single_gpu.py").weights[0], tmp_path / "checkpoint.pt")
+    result = fork(rung, world_size, folder=tmp_path, before=no_waiting)
+    assert_one_line(result, "not a checkpoint of these scripts")
+
+
+def test_number_of_processes():
+    result = fork("01_single_node_multi_gpu.py", 0)
+    assert_one_line(result, "--nproc must be more than 0")
+    result = fork("04_lightning.py", 1, "--devices=0")
+    assert_one_line(result, "--devices must be more than 0")
+
+    def two_gpus():
+        common.gpu_count = lambda: 2
+        no_waiting()
+
+    for rung in PARALLEL:
+        assert_one_line(fork(rung, 3, before=two_gpus), "3 processes for 2 GPUs: start 2")
+
+
+@pytest.mark.parametrize("rung", ["02_torchrun.py", "03_multinode.py"])
+def test_plain_python_prints_the_torchrun_command(rung, tmp_path):
+    result = launch(sys.executable, rung, "--epochs=1")
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    command = result.stderr.split("Start it with: ")[1].split()
+    assert command[0] == "torchrun"
+    command[0:1] = TORCHRUN
+    result = launch(*command, "--epochs=1", "--checkpoint=")  # and the command works
+    assert result.returncode == 0
+    assert "epoch 1/1" in result.stdout
+
+
+def test_02_on_two_nodes_names_03():
+    env = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    result = fork("02_torchrun.py", 2, env=env, before=no_waiting)
+    assert_one_line(result, "use 03_multinode.py")
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_nothing_happens_on_import(rung):
+    """Spawned processes import the file again, on Windows and macOS those of a DataLoader too."""
+    runpy.run_path(str(ROOT / rung), run_name="imported")
+
+
+@pytest.mark.parametrize("rung", PARALLEL)
+def test_no_collective_under_a_rank_test(rung):
+    """What only one rank calls, the others never answer."""
+    collectives = {"all_reduce", "broadcast_object_list", "barrier", "reduce", "DDP"}
+    for node in ast.walk(ast.parse((ROOT / rung).read_text())):
+        if isinstance(node, ast.If) and "rank" in ast.unparse(node.test):
+            calls = [x.func for x in ast.walk(node) if isinstance(x, ast.Call)]
+            names = {getattr(call, "attr", getattr(call, "id", "")) for call in calls}
+            assert not names & collectives
+
+
+# ---- devices, without having them
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "local_rank", "torchrun", "device"),
+    [
+        (None, 0, None, False, "cpu"),
+        (None, 0, 1, False, "cpu"),
+        ("cuda", 4, None, False, "cuda:0"),
+        ("cuda", 4, 3, True, "cuda:3"),
+        ("cuda", 4, 3, False, "cuda:3"),
+        ("cuda", 1, 3, False, "cuda:0"),  # srun has given each task its own GPU
+        ("mps", 1, None, False, "mps:0"),
+        ("mps", 1, 1, True, "cpu"),  # no collectives on mps
+    ],
+)
+def test_pick_device(monkeypatch, kind, count, local_rank, torchrun, device):
+    accelerator = torch.device(kind) if kind else None
+    chosen = []
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: accelerator
+    )
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    if not torchrun:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert str(common.pick_device(local_rank)) == device
+    assert chosen == ([] if device == "cpu" else [int(device[-1])])
+
+
+# ---- the real launchers --------------------------------------------------------------------------
+
+
+def check(result: subprocess.CompletedProcess, epochs: int = 2) -> None:
+    assert result.returncode == 0, result.stderr
+    assert "destroy_process_group" not in result.stderr
+    expected = run("00_single_gpu.py", 1, "--seed=0").epochs[epochs - 1]["train_loss"]
+    lines = [line for line in result.stdout.splitlines() if line.startswith("epoch")]
+    assert len(lines) == epochs  # each line once, whatever the number of ranks
+    assert f"epoch {epochs}/{epochs} | train loss {expected:.4f} | test accuracy" in lines[-1]
+
+
+SHORT = ["--epochs=2", "--checkpoint="]
+
+
+def test_start_00_and_00b():
+    for rung in ("00_single_gpu.py", "00b_data_parallel.py"):
+        result = launch(sys.executable, rung, *SHORT)
+        check(result)
+        assert "inactive" in result.stdout or rung.startswith("00_")
+
+
+def test_start_two_of_01_at_once():
+    command = [sys.executable, "01_single_node_multi_gpu.py", f"--nproc={WORLD_SIZE}", *SHORT]
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(launch(*command))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 2
+    for result in results:
+        check(result)
+
+
+@pytest.mark.parametrize("module", ["torch.distributed.run", "torch.distributed.launch"])
+def test_start_02(module):
+    """The old launcher adds an argument --local-rank=N, which is taken and not needed."""
+    command = [sys.executable, "-m", module, f"--nproc-per-node={WORLD_SIZE}", "02_torchrun.py"]
+    check(launch(*command, *SHORT))
+
+
+def test_start_03_on_two_nodes_with_one_checkpoint(tmp_path):
+    """Two launchers play two nodes: other folders, and only the first has the checkpoint."""
+    done = tmp_path / "node0" / "run.pt"
+    nodes = [tmp_path / "node0", tmp_path / "node1"]
+    for node in nodes:
+        node.mkdir()
+    shutil.copy(two_epochs("00_single_gpu.py").checkpoint, done)
+    command = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
+    command += [f"--rdzv-endpoint=127.0.0.1:{common.free_port()}", "--rdzv-id=test"]
+    command += ["--local-addr=127.0.0.1", ROOT / "03_multinode.py", "--epochs=3"]
+    command += ["--checkpoint=run.pt"]
+    results = {}
+
+    def start(number: int) -> None:
+        results[number] = launch(*command, cwd=nodes[number])
+
+    threads = [threading.Thread(target=start, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [results[number].returncode for number in range(2)] == [0, 0], results
+    out = results[0].stdout + results[1].stdout
+    for rank in range(2):
+        assert f"rank {rank} | local rank 0 | " in out
+    assert out.count("epoch 3/3 | ") == 1
+    assert "epoch 1/3" not in out
+    # rank 0 read its file; the agent that came first made rank 0, so either node may have it
+    first = run("00_single_gpu.py", 1, "--seed=0").epochs
+    assert f"train loss {first[2]['train_loss']:.4f}" in out
+
+
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
+def test_start_04(launcher):
+    command = [sys.executable, "04_lightning.py", f"--devices={WORLD_SIZE}"]
+    if launcher == "torchrun":
+        command = [*TORCHRUN, f"--nproc-per-node={WORLD_SIZE}", "04_lightning.py"]
+    check(launch(*command, *SHORT))
+
+
+@pytest.mark.parametrize("rung", BY_TORCHRUN[:2])
+def test_the_traceback_of_a_failed_rank_reaches_the_user(rung, tmp_path):
+    source = (ROOT / rung).read_text()
+    broken = swap(("model.train()", 'model.train(); 1 / (rank != 1 or "one rank fails")'))(source)
+    broken = broken.replace('1 / (rank != 1 or "one rank fails")', "fail_on_one(rank)")
+    broken = broken.replace("import common\n", FAIL_ON_ONE)
+    (tmp_path / rung).write_text(broken)
+    command = [*TORCHRUN, "--nproc-per-node=2", tmp_path / rung, "--checkpoint="]
+    result = launch(*command, env={"PYTHONPATH": str(ROOT)})
+    assert result.returncode != 0
+    summary = result.stderr.split("Root Cause", 1)[-1]
+    assert "ValueError: rank 1 fails on purpose" in summary
+    assert "rank      : 1" in summary
+
+
+FAIL_ON_ONE = """import common
+
+def fail_on_one(rank):
+    if rank == 1:
+        raise ValueError("rank 1 fails on purpose")
+"""
+
+
+def test_a_failed_rank_of_01_shows_its_traceback(tmp_path):
+    rung = "01_single_node_multi_gpu.py"
+    broken = swap(
+        ("import common\n", FAIL_ON_ONE), ("model.train()", "model.train(); fail_on_one(rank)")
+    )((ROOT / rung).read_text())
+    (tmp_path / rung).write_text(broken)
+    command = [sys.executable, tmp_path / rung, "--nproc=2", "--checkpoint="]
+    result = launch(*command, env={"PYTHONPATH": str(ROOT)})
+    assert result.returncode != 0
+    assert "ValueError: rank 1 fails on purpose" in result.stderr
+    assert "Process 1 terminated" in result.stderr
