@@ -13,6 +13,7 @@ tour: $(INSTALLED)
 	$(BIN)/python benchmarks/tour.py
 
 test: $(INSTALLED)
+	$(BIN)/python -m pip install -q -r requirements-extras.txt
 	$(BIN)/python -m pytest
 
 readme: $(INSTALLED)

@@ -118,9 +118,7 @@ def parse_args(launcher: str = "python", **options: int | float | str) -> Namesp
     add("--lr", type=float, default=0.05, help="learning rate for that batch size")
     add("--seed", type=int, default=0)
     add("--dataset", default="digits", help=f"{', '.join(DATASETS)}; fake:N has N training images")
-    add(
-        "--model", default="small", help="small or a torchvision classifier: resnet50, vit_b_16 ..."
-    )
+    add("--model", default="small", help="small or a torchvision classifier, as resnet50, vit_b_16")
     add("--image-size", type=int, help="pixels a side; default: those of the data set")
     add("--num-workers", type=int, default=0, help="data loading processes of each rank")
     add("--checkpoint", default=f"checkpoints/{stem}.pt", help="'' turns saving off")
@@ -134,11 +132,8 @@ def parse_args(launcher: str = "python", **options: int | float | str) -> Namesp
 
     env, by_torchrun = os.environ, "TORCHELASTIC_RUN_ID" in os.environ
     tasks, nodes = (int(env.get(f"SLURM_STEP_NUM_{what}", 1)) for what in ("TASKS", "NODES"))
-    if (
-        tasks > nodes * by_torchrun
-        and tasks > 1
-        and (by_torchrun or launcher in ("python", "spawn"))
-    ):
+    at_most = nodes if by_torchrun else 1 if launcher in ("python", "spawn") else tasks
+    if tasks > at_most:
         fail(f"srun has started it {tasks} times on {nodes} nodes: use --ntasks-per-node=1")
     alone = "SLURM_STEP_ID" not in env and not by_torchrun
     if launcher == "lightning" and alone and int(env.get("SLURM_NTASKS", 1)) > 1:
@@ -151,6 +146,8 @@ def parse_args(launcher: str = "python", **options: int | float | str) -> Namesp
     for name in ("epochs", "batch_size", "lr", "image_size", "timeout", "nproc", "devices"):
         if not getattr(args, name, 1) > 0:
             fail(f"--{name.replace('_', '-')} must be more than 0")
+    if args.num_workers < 0:
+        fail("--num-workers must be 0 or more")
     if args.batch_size > args.train_size:
         fail(f"--batch-size {args.batch_size} is more than the {args.train_size} training images")
     if launcher in ("torchrun", "multinode"):

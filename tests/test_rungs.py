@@ -252,9 +252,9 @@ def test_a_data_set_is_downloaded_once(rung, tmp_path, monkeypatch):
 def test_without_a_network():
     """The embedded data need none; for the others one line says where to run what."""
     offline = ["unshare", "-n", "sh", "-c", 'ip link set lo up; exec "$@"', "sh"]
-    command = [*offline, *TORCHRUN, "--standalone", "--nproc-per-node=2", "02_torchrun.py"]
-    command += ["--checkpoint=", "--epochs=1"]
-    assert launch(*command).returncode == 0
+    result = launch(*offline, sys.executable, "00_single_gpu.py", *SHORT)
+    assert result.returncode == 0, result.stderr
+    command = [*offline, *TORCHRUN, "--standalone", "--nproc-per-node=2", "02_torchrun.py", *SHORT]
     result = launch(*command, "--dataset=FashionMNIST", env={"TORCHELASTIC_LOG_LEVEL": "ERROR"})
     assert result.returncode != 0
     advice = "Where there is a network, run: python 00_single_gpu.py --dataset FashionMNIST"
@@ -291,6 +291,7 @@ WRONG = {
     "no epochs": (["--epochs=0"], "--epochs must be more than 0"),
     "no rate": (["--lr=0"], "--lr must be more than 0"),
     "not a number": (["--lr=fast"], "invalid float value"),
+    "no workers": (["--num-workers=-1"], "--num-workers must be 0 or more"),
     "no timeout": (["--timeout=0"], "--timeout must be more than 0"),
     "unknown option": (["--epoch-count=3"], "unrecognized arguments"),
     "unknown data": (["--dataset=imagenet"], "no --dataset imagenet: use digits, MNIST"),
