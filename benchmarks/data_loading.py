@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import machine  # noqa: E402
 
 import common  # noqa: E402

@@ -3,7 +3,7 @@
 SIGTERM or SIGUSR1 to any rank only sets a flag. After each step the ranks compare flags, so all
 stop at the same step. Exit code 75 means: stopped as asked, start me again. The run that goes on
 ends with the numbers of a run that was never stopped. Needs: pip install torchdata
-(It is 30 lines and not 20: signal, flag, place in the data and exit code make sense only together.)
+Budget: +32 -2 because signal, flag, place in the data and exit code make sense only together.
 
 On a cluster:               sbatch slurm/requeue.sbatch
 Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.preemption &

@@ -1,0 +1,183 @@
+"""The generated parts of the READMEs: the ladder with its counts, the diffs, the tour's table.
+
+    python tests/readme.py           says which README is stale; exits with 1 if there is one
+    python tests/readme.py --write   writes them again
+
+A generated part stands between <!-- generated: NAME --> and <!-- end -->, where NAME is one of
+
+    picture           the ladder, drawn
+    ladder            the ladder, as a table: sentences and commands come from the headers
+    diff AFTER.py     what `diff -U0 -w BEFORE.py AFTER.py` prints, without the header of the file
+    tour              the table of results/tour_cpu.json
+    gpu               the table of results/gpu_parity.json
+    topics            the topics, as a table like the ladder's
+"""
+
+import ast
+import json
+import re
+import statistics
+import sys
+
+import pairs
+
+ROOT = pairs.ROOT
+PART = re.compile(r"(<!-- generated: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+TOUR = ROOT / "results" / "tour_cpu.json"
+# The command of a rung that works on any machine.
+ANYWHERE = r"(?:python|torchrun --standalone --nproc-per-node=2) "
+PICTURE = """\
+00_single_gpu.py                      one process, one device: the baseline
+├── 00b_data_parallel.py              nn.DataParallel: one process feeds all GPUs
+└── 01_single_node_multi_gpu.py       DDP: one process a GPU, started by mp.spawn
+    └── 02_torchrun.py                torchrun starts the processes
+        └── 03_multinode.py           several nodes: rank and local rank differ
+            └── 04_lightning.py       Lightning owns the loop, the ranks and the launch
+"""
+
+
+def rungs():
+    """Return the rungs' paths, in order."""
+    return sorted(ROOT.glob("[0-9]*.py"))
+
+
+def before(path):
+    """Return the file that this one is a variant of, None for the first rung."""
+    found = {after: before for before, after in pairs.pairs()}
+    if path in found or path == rungs()[0]:
+        return found.get(path)
+    return rungs()[rungs().index(path) - 1]  # Lightning's header shows its diff side by side
+
+
+def count(path):
+    """Return '+a -b': the lines of code that this file adds to and takes from the one before."""
+    return "+{} -{}".format(*pairs.changed(before(path), path)) if before(path) else ""
+
+
+def header(path):
+    """Return the docstring of a file."""
+    return ast.get_docstring(ast.parse(path.read_text()))
+
+
+def sentence(path):
+    """Return the first paragraph of a header, without its title."""
+    text = " ".join(header(path).split("\n\n")[0].split()).partition(": ")[2]
+    return text if text.startswith("nn.") else text[0].upper() + text[1:]
+
+
+def picture():
+    """Return the ladder as a drawing of plain characters, with its counts."""
+    lines = []
+    for line in PICTURE.splitlines():
+        name = re.search(r"\S+\.py", line)[0]
+        lines.append(f"{line[:38]}{count(ROOT / name):<10}{line[38:]}\n")
+    return "```text\n" + "".join(lines) + "```\n"
+
+
+def ladder():
+    """Return the rungs as a table."""
+    lines = ["| rung | in one sentence | runs anywhere | lines of code |", "|---|---|---|---|"]
+    for path in rungs():
+        command = re.search(rf"{ANYWHERE}{re.escape(path.name)}$", header(path), re.MULTILINE)[0]
+        name = f"[`{path.name}`]({path.name})"
+        lines.append(f"| {name} | {sentence(path)} | `{command}` | {count(path)} |")
+    return "\n".join(lines) + "\n"
+
+
+def diff(name):
+    """Return, collapsed, the diff that leads to this file."""
+    after = ROOT / name
+    doc_end = ast.parse(after.read_text()).body[0].end_lineno
+    hunks = re.split(r"^(?=@@)", pairs.diff(before(after), after), flags=re.MULTILINE)
+    code = [hunk for hunk in hunks if hunk and int(re.search(r"\+(\d+)", hunk)[1]) > doc_end]
+    title = f"<b>{before(after).name} → {after.relative_to(ROOT)}</b>, {count(after)} lines of code"
+    body = "".join(code)
+    return f"<details>\n<summary>{title}</summary>\n\n```diff\n{body}```\n\n</details>\n"
+
+
+def tour():
+    """Return the table of the recorded tour, and where it was measured."""
+    record = json.loads(TOUR.read_text())
+    lines = [
+        "| rung | processes | train loss | test accuracy | samples/s | seconds | same as 00? |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|")
+    for rung in record["rungs"]:
+        last = rung["epochs"][-1]
+        # as the tour counts it: without the first epoch, which warms up
+        speed = statistics.median(e["samples_per_second"] for e in rung["epochs"][1:])
+        cells = [rung["rung"], str(last["world_size"]), f"{last['train_loss']:.4f}"]
+        cells += [f"{last['test_accuracy']:.1%}", f"{speed:.0f}", f"{rung['seconds']:.0f}"]
+        lines.append("| " + " | ".join([*cells, "yes" if rung["same"] else "**no**"]) + " |")
+    total = sum(rung["seconds"] for rung in record["rungs"])
+    lines.append(f"\n{total:.0f} s in all. {where(record['machine'])}.")
+    return "\n".join(lines) + "\n"
+
+
+def where(machine):
+    """Return hardware, versions and date of a measurement, in words."""
+    if machine["gpus"]:
+        hardware = f"{machine['gpus']} × {machine['gpu']}, NCCL {machine['nccl']}"
+    else:
+        hardware = f"{machine['cores']} cores of an {machine['cpu']} machine, no GPU"
+    return f"{machine['date']}, {hardware}, Python {machine['python']}, torch {machine['torch']}"
+
+
+def gpu():
+    """Return the table of the tours on GPUs."""
+    record = json.loads((ROOT / "results" / "gpu_parity.json").read_text())
+    names = [str(tour["processes"]) for tour in record["tours"]]
+    lines = ["| rung | " + " | ".join(f"{name} GPU" + "s" * (name != "1") for name in names) + " |"]
+    lines.append("|---|" + "---|" * len(names))
+    for rung in rungs():
+        losses = []
+        for tour in record["tours"]:
+            (entry,) = [entry for entry in tour["rungs"] if entry["rung"] == rung.name]
+            loss = f"{entry['epochs'][-1]['train_loss']:.6f}"
+            losses.append(loss if entry["same"] else f"{loss} (not the same)")
+        lines.append(f"| {rung.name} | " + " | ".join(losses) + " |")
+    lines.append(f"\nTrain loss of the last epoch. {where(record['machine'])}.")
+    return "\n".join(lines) + "\n"
+
+
+def topics():
+    """Return the topics as a table."""
+    lines = ["| file | the one concept | variant of | lines of code |", "|---|---|---|---|"]
+    for after in sorted(ROOT.glob("topics/*.py")):
+        base = before(after).relative_to(ROOT)
+        name = f"[`{after.name}`]({after.name})"
+        lines.append(f"| {name} | {sentence(after)} | `{base}` | {count(after)} |")
+    return "\n".join(lines) + "\n"
+
+
+def fresh(text):
+    """Return the text of a README with its generated parts made again."""
+    make = {"picture": picture, "ladder": ladder, "diff": diff, "tour": tour, "topics": topics}
+    make["gpu"] = gpu
+
+    def part(match):
+        name, *arguments = match[2].split()
+        return match[1] + make[name](*arguments) + match[3]
+
+    return PART.sub(part, text)
+
+
+def readmes():
+    """Return the paths of all READMEs."""
+    return sorted([ROOT / "README.md", *ROOT.glob("[!.]*/README.md")])
+
+
+def stale():
+    """Return {path: text as it should be} of the READMEs whose generated parts are not fresh."""
+    wanted = {path: fresh(path.read_text()) for path in readmes()}
+    return {path: text for path, text in wanted.items() if text != path.read_text()}
+
+
+if __name__ == "__main__":
+    todo = stale()
+    for path, text in todo.items():
+        print(f"{path.relative_to(ROOT)} is stale" + (": written" * ("--write" in sys.argv)))
+        if "--write" in sys.argv:
+            path.write_text(text)
+    if todo and "--write" not in sys.argv:
+        sys.exit("run: python tests/readme.py --write")

@@ -1,0 +1,365 @@
+"""What the READMEs and headers say is true: commands, paths, tables, and the laws of the ladder."""
+
+import contextlib
+import difflib
+import io
+import json
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import tokenize
+from functools import cache
+from pathlib import Path
+
+import pytest
+import readme
+from torch.distributed.run import get_args_parser
+
+import pairs
+
+ROOT = pairs.ROOT
+SCRIPTS = pairs.scripts()
+RUNGS = readme.rungs()
+READMES = readme.readmes()
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)( norun)?\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+EXECUTED = [block for language, norun, block in BLOCKS if language == "bash" and not norun]
+CHECKED = [block for language, norun, block in BLOCKS if language == "bash" and norun]
+STEP = ("optimizer.zero_grad()", "loss = F.cross_entropy(", "loss.backward()", "optimizer.step()")
+BUDGETS = {"00b": (3, 2), "01": (28, 14), "02": (6, 9), "03": (10, 5)}
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT)) if isinstance(path, Path) else None
+
+
+# ---- READMEs -------------------------------------------------------------------------------------
+
+
+def test_generated_parts_are_fresh():
+    stale = [name_of(path) for path in readme.stale()]
+    assert not stale, f"{stale}: run python tests/readme.py --write"
+
+
+def test_tour_record_has_what_a_reader_needs():
+    record = json.loads(readme.TOUR.read_text())
+    assert {"date", "hardware", "python", "torch", "lightning"} <= record.keys()
+    assert [rung["rung"] for rung in record["rungs"]] == [path.name for path in RUNGS]
+    assert all(rung["same"] for rung in record["rungs"])
+
+
+def prose(text):
+    """Return the text without its fenced blocks and comments."""
+    return re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(path):
+    """Return the anchors of a README's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)", prose(path.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", READMES, ids=name_of)
+def test_links_lead_somewhere(path):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(path.read_text())):
+        if re.match(r"https?:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = path.parent / file if file else path
+        assert target.exists(), f"dead link: {link}"
+        assert not anchor or anchor in anchors(target), f"dead anchor: {link}"
+
+
+@pytest.mark.parametrize("path", READMES, ids=name_of)
+def test_paths_exist(path):
+    """A path in backticks exists, here or in the root, or a run makes it (git ignores it)."""
+    suffix = r"\.(py|sh|sbatch|md|json|txt|toml|ipynb|npz|yaml|png)|/"
+    for span in re.findall(r"`([^`\n]+)`", prose(path.read_text())):
+        for word in span.split():
+            if not re.fullmatch(rf"[\w.-][\w./-]*({suffix})", word):
+                continue
+            places = [
+                f"{folder / word}{'/' * word.endswith('/')}" for folder in (path.parent, ROOT)
+            ]
+            if any(Path(place).exists() for place in places):
+                continue
+            made = subprocess.run(["git", "check-ignore", "-q", "--no-index", *places], cwd=ROOT)
+            assert made.returncode == 0, f"no such path: {word}"
+
+
+def test_powershell_lines_are_those_of_bash():
+    """Nobody can run them here: they are the bash lines, in Windows' spelling."""
+    blocks = [block for language, _, block in BLOCKS if language == "powershell"]
+    (block,) = blocks
+    unix = block.replace("py -m", "python3 -m").replace("\\", "/").replace("/Scripts/", "/bin/")
+    assert unix in CHECKED
+
+
+# ---- commands ------------------------------------------------------------------------------------
+
+
+@cache
+def help_of(script):
+    """Return what a script prints for --help. It runs in this process: an import takes seconds."""
+    out, err, old, env = io.StringIO(), io.StringIO(), sys.argv, dict(os.environ)
+    sys.argv = [str(ROOT / script), "--help"]
+    try:
+        streams = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
+        with streams[0], streams[1], pytest.raises(SystemExit) as end:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    finally:
+        sys.argv = old
+        os.environ.clear()
+        os.environ.update(env)
+    if end.value.code and (needs := re.search(r"needs \w+: pip install \S+", err.getvalue())):
+        pytest.skip(f"{script} {needs[0]}")
+    assert not end.value.code, f"{script} --help exits with {end.value.code}: {err.getvalue()}"
+    return out.getvalue()
+
+
+def check_script(words):
+    """Check that a script (a file, or -m and a module) exists and has these options."""
+    script = words[1].replace(".", "/") + ".py" if words[0] == "-m" else words[0]
+    assert (ROOT / script).exists(), f"no such script: {script}"
+    usage = help_of(script)
+    for word in words[1:]:
+        option = word.partition("=")[0]
+        if option.startswith("--"):
+            assert re.search(rf"{re.escape(option)}\b", usage), f"{script} has no {option}"
+
+
+def check(command):
+    """Check a command without running it. A kind of command that has no check fails."""
+    words = shlex.split(command, comments=True)
+    while words and re.match(r"\w+=", words[0]):
+        words.pop(0)
+    if not words or words[0] in ("export", "rm"):
+        return
+    program, *rest = words
+    if program.endswith(("python", "python3")) and rest[:2] == ["-m", "pip"]:
+        requirements = [b for a, b in zip(rest, rest[1:], strict=False) if a == "-r"]
+        assert all((ROOT / file).exists() for file in requirements)
+    elif program.endswith(("python", "python3")) and rest[:2] == ["-m", "venv"]:
+        assert len(rest) == 3
+    elif program.endswith(("python", "python3")):
+        check_script(rest)
+    elif program == "torchrun":
+        args = get_args_parser().parse_args(rest)  # SystemExit for an unknown option
+        start = rest.index(args.training_script)
+        check_script(rest[start - 1 :] if args.module else rest[start:])
+    elif program == "make":
+        makefile = (ROOT / "Makefile").read_text()
+        assert all(re.search(rf"^{word}:", makefile, re.MULTILINE) for word in rest), command
+    elif program == "sbatch":
+        (file,) = [word for word in rest if word.endswith(".sbatch")]
+        assert subprocess.run(["bash", "-n", ROOT / file]).returncode == 0
+    elif program == "bash" or program.endswith(".sh"):
+        file = rest[0] if program == "bash" else program
+        assert subprocess.run(["bash", "-n", ROOT / file]).returncode == 0
+        if "exec" in rest:
+            check(shlex.join(rest[rest.index("exec") + 1 :]))
+    elif program == "diff":
+        assert all((ROOT / file).exists() for file in rest[-2:])
+    else:
+        pytest.fail(f"no check for this command: {command}")
+
+
+@pytest.mark.parametrize("block", CHECKED, ids=lambda block: block.splitlines()[0][:60])
+def test_commands_that_are_not_run(block):
+    for command in block.replace("\\\n", " ").splitlines():
+        check(command)
+
+
+@pytest.mark.parametrize("block", EXECUTED, ids=lambda block: block.splitlines()[0][:60])
+def test_commands_run(block, tmp_path):
+    """Run them as they stand, but: no GPU, one epoch, and checkpoints in a folder of the test."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = dict(os.environ, PATH=path, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    for command in block.replace("\\\n", " ").splitlines():
+        if not command.startswith("diff"):
+            command += "" if "--epochs" in command else " --epochs 1"
+            command += "" if "--checkpoint" in command else " --checkpoint ''"
+        command = command.replace("checkpoints/", f"{tmp_path}/")
+        run = subprocess.run(
+            command, shell=True, cwd=ROOT, env=env, capture_output=True, text=True, timeout=180
+        )
+        good = (0, 1) if command.startswith("diff") else (0,)  # 1: the files differ, as they should
+        assert run.returncode in good, f"{command}\n{run.stdout}{run.stderr}"
+        if not command.startswith("diff"):
+            assert "test accuracy" in run.stdout, f"{command}\n{run.stdout}"
+    if "mine.pt" in block:
+        assert "nothing left to do" in run.stdout and "train loss" not in run.stdout
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
+def test_commands_of_the_header(path):
+    """A command of a header begins after the colon of its label; a deeper line goes on with it."""
+    text = re.sub(r" ?\\?\n {8,}(?=\S)", " ", readme.header(path))
+    found = re.findall(r"^.*?: +((?:\w+= ?)*(?:python|torchrun|sbatch|bash|diff) .*)", text, re.M)
+    if path in RUNGS:
+        assert len(found) >= 2, "a header names its commands"
+    for command in found:
+        check(command)
+
+
+@pytest.mark.parametrize(
+    ("message", "command"),
+    [
+        ("no launcher has set RANK", "02_torchrun.py"),
+        ("no launcher has set RANK", "03_multinode.py"),
+        ("does not split into", "01_single_node_multi_gpu.py --nproc 5"),
+        ("is for one node", "02_torchrun.py"),
+    ],
+)
+def test_troubleshooting_quotes_what_the_scripts_say(message, command, monkeypatch, capsys):
+    assert message in README
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    if message == "is for one node":
+        env = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
+        for name, value in {**env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+            monkeypatch.setenv(name, str(value))
+    script, *options = command.split()
+    monkeypatch.setattr(sys, "argv", [str(ROOT / script), *options])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["processes for", "nothing left to do: raise --epochs", "was made with", "cannot download"]
+    + ["is torn, going back to the one before it"],
+)
+def test_troubleshooting_quotes_exist(message):
+    assert message in README
+    assert message in (ROOT / "common.py").read_text()
+
+
+# ---- the laws of the ladder ----------------------------------------------------------------------
+
+PAIRS = pytest.mark.parametrize(("before", "after"), pairs.pairs(), ids=name_of)
+
+
+def test_every_file_has_its_pair():
+    variants = [after for _, after in pairs.pairs()]
+    for path in SCRIPTS:
+        if path not in variants and path != RUNGS[0]:
+            assert re.search(rf"diff -y -w \S+\.py {path.name}", readme.header(path)), path.name
+
+
+@PAIRS
+def test_budget(before, after):
+    most = BUDGETS.get(after.name.partition("_")[0], (20, 10)) if after in RUNGS else (20, 10)
+    argued = re.search(r"^Budget: \+(\d+) -(\d+) because \S", readme.header(after), re.MULTILINE)
+    if argued and after not in RUNGS:
+        most = int(argued[1]), int(argued[2])
+    plus, minus = pairs.changed(before, after)
+    assert plus <= most[0] and minus <= most[1], f"+{plus} -{minus} is over +{most[0]} -{most[1]}"
+
+
+def test_lightning_keeps_half_of_the_data_and_optimizer_lines():
+    """The same expression, but for `self.`: the left side of an assignment may differ."""
+    ladder = {path.name[:2]: pairs.code(path) for path in RUNGS}
+    start = ladder["03"].index("    train_set, test_set =")
+    end = ladder["03"].index("    state =")
+    lines = ladder["03"][start:end].splitlines()
+    kept = [line for line in lines if line.partition(" = ")[2] in ladder["04"].replace("self.", "")]
+    assert len(lines) >= 8
+    assert 2 * len(kept) >= len(lines), kept
+
+
+def step_of(path):
+    lines = path.read_text().splitlines()
+    return [line for line in lines if line.strip().startswith(STEP)]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
+def test_step_is_the_same_everywhere(path):
+    if path.name.startswith("04") and path in RUNGS:
+        pytest.skip("Lightning owns the step")
+    if path not in RUNGS:
+        base = path
+        while base not in RUNGS:
+            base = readme.before(base)
+        if base.name.startswith("04"):
+            pytest.skip("a variant of Lightning's rung: Lightning owns the step")
+        if re.search(r"^Step: .*because \S", readme.header(path), re.MULTILINE):
+            pytest.skip("the header says why the step is another one")
+    reference = step_of(RUNGS[0])
+    assert len(reference) == len(STEP)
+    assert step_of(path) == reference
+
+
+@pytest.mark.parametrize("path", RUNGS, ids=name_of)
+def test_length_of_a_rung(path):
+    assert 50 <= len(path.read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("path", [*SCRIPTS, ROOT / "common.py"], ids=name_of)
+def test_lines_fit_side_by_side(path):
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        assert len(line) <= 100, f"{path.name}:{number}"
+
+
+def comments_of(path):
+    """Return (comment, the code that it stands at or above) of a file, in order."""
+    lines = path.read_text().splitlines()
+    found = []
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type == tokenize.COMMENT:
+                row, column = token.start
+                code = lines[row - 1][:column].strip()
+                below = (line.strip() for line in lines[row:] if line.strip()[:1] not in ("", "#"))
+                found.append((token.string, code or next(below, "")))
+    return found
+
+
+@PAIRS
+def test_comments_are_kept_as_they_are(before, after):
+    old, new = comments_of(before), comments_of(after)
+    texts = {text for text, _ in new}
+    fresh = [text for text, _ in new if text not in {text for text, _ in old}]
+    code = {line.partition("  #")[0].strip() for line in after.read_text().splitlines()}
+    for text, line in old:
+        if text in texts:
+            continue
+        reworded = difflib.get_close_matches(text, fresh, cutoff=0.6)
+        assert not reworded, f"{text!r} became {reworded[0]!r}"
+        assert line not in code, f"{text!r} is gone, but its code is still there: {line}"
+
+
+def tracked():
+    """Return the text files of the repository, but for this one."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split("\0")
+    paths = [ROOT / name for name in names if name]
+    binary = (".npz", ".png", ".pt")
+    return [p for p in paths if p.is_file() and p != Path(__file__) and p.suffix not in binary]
+
+
+def test_no_fixed_ports_in_code():
+    for path in tracked():
+        text = path.read_text()
+        if path.suffix == ".py":
+            text = pairs.code(path)
+        elif path.suffix in (".sbatch", ".sh"):
+            text = re.sub(r"^\s*#.*", "", text, flags=re.MULTILINE)
+        else:
+            continue
+        found = re.search(r"\b(29500|12355|29400)\b", text)
+        assert not found, f"{path.relative_to(ROOT)}: {found[0]}"
+
+
+def test_nobody_meets_on_the_login_node():
+    """SLURM_LAUNCH_NODE_IPADDR may be the login node. Comments may warn of it; no code reads it."""
+    for path in tracked():
+        if path.suffix in (".py", ".sh", ".sbatch", ".ipynb") and path.parent.name != "tests":
+            lines = path.read_text().splitlines()
+            code = "\n".join(line for line in lines if not line.strip().startswith("#"))
+            assert "SLURM_LAUNCH_NODE_IPADDR" not in code, path.name
