@@ -20,7 +20,7 @@ from test_contract import LOSS, assert_weights, run
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import common
-from ladder import ROOT, TORCHRUN, count_gpus, fork, without_launcher
+from ladder import ROOT, TORCHRUN, fork, without_launcher
 
 HANG = 90  # seconds; only a hang takes so long
 LEFT = 10  # seconds after which nothing of ours may be left
@@ -197,7 +197,6 @@ def wait_for(pid: int, seconds: float) -> int | None:
         time.sleep(0.02)
 
 
-@pytest.mark.skipif(count_gpus() > 0, reason="forked workers cannot use a GPU")
 def test_20_kills_at_random_moments(tmp_path):
     whole = fork("02_torchrun.py", 2, *SMALL)
     dice, killed = random.Random(), 0
