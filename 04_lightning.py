@@ -8,6 +8,7 @@ Started by torchrun:                    torchrun --standalone --nproc-per-node=2
 What changed (look at it side by side): diff -y -w 03_multinode.py 04_lightning.py
 """
 
+import contextlib
 import logging
 import os
 import sys
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import common
@@ -100,7 +102,10 @@ def main(args):
         enable_model_summary=False,
         logger=False,
     )
-    trainer.fit(Classifier(args), ckpt_path=path if args.checkpoint and path.exists() else None)
+    with contextlib.suppress(SIGTERMException):  # it would exit with code 0, as if all were well
+        trainer.fit(Classifier(args), ckpt_path=path if args.checkpoint and path.exists() else None)
+    if trainer.received_sigterm:
+        sys.exit(143)
 
 
 if __name__ == "__main__":
