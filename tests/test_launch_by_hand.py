@@ -41,7 +41,7 @@ def test_the_others_wait_for_a_late_rank(start):  # noqa: F811
     job = start(*BY_HAND, "late", *ONE_EPOCH)
     assert job.end() == 0, job.text
     waited = [seconds_of(job.text, rank, "rendezvous") for rank in (0, 1)]
-    assert waited[0] > 5 > waited[1] - 5  # rank 1 is there when it comes
+    assert waited[0] > waited[1]  # rank 0 was there before
     assert_loss(job.text)
 
 

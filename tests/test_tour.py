@@ -30,7 +30,7 @@ def test_tour(processes, tmp_path):
     rungs = json.loads((tmp_path / "tour.json").read_text())["rungs"]
     assert [entry["rung"] for entry in rungs] == RUNGS
     assert all(entry["same"] and entry["seconds"] > 0 for entry in rungs)
-    assert all(line.endswith("yes") for line in result.stdout.splitlines()[-8:-2] if ".py" in line)
+    assert result.stdout.count("| yes") == len(RUNGS)
 
 
 def test_the_tour_notices():
