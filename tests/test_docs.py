@@ -86,7 +86,8 @@ def test_paths_exist(path):
             ]
             if any(Path(place).exists() for place in places):
                 continue
-            made = subprocess.run(["git", "check-ignore", "-q", "--no-index", *places], cwd=ROOT)
+            command = ["git", "check-ignore", "--no-index", *places]
+            made = subprocess.run(command, cwd=ROOT, capture_output=True)
             assert made.returncode == 0, f"no such path: {word}"
 
 
