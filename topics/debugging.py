@@ -7,7 +7,7 @@ breakpoint  rank 0 stands in the debugger, the others wait at a barrier (c goes 
 
 Here "for ever" is --timeout: without one, Gloo waits 30 minutes. TORCH_DISTRIBUTED_DEBUG=DETAIL
 before the command checks every collective first, and names a mismatch at once. But with it DDP()
-itself is a segmentation fault, nearly always (torch 2.9 to 2.14): that is why hang() comes before.
+itself is often a segmentation fault (torch 2.9 to 2.14): that is why hang() comes before it.
 
 Two processes on the CPU:   export CUDA_VISIBLE_DEVICES=
                             torchrun --standalone --nproc-per-node=2 -m topics.debugging
