@@ -1,0 +1,119 @@
+"""A run that is stopped by a signal and goes on later ends like one that was never stopped."""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+
+import pytest
+from test_contract import assert_weights
+from test_faults import CPU, load, start  # noqa: F401  start is a fixture
+from test_slurm import cluster  # noqa: F401  a fixture: skips without Slurm, but never in CI
+
+from ladder import ROOT, TORCHRUN, fork
+
+OPTIONS = ["--epochs=3"]
+STOPPED = r"stopped in epoch (\d+) after (\d+) samples"
+
+
+@pytest.fixture(autouse=True)
+def library():
+    if not os.environ.get("CI"):
+        pytest.importorskip("torchdata", reason="pip install torchdata")
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The run that nobody stops: rung 03."""
+    result = fork("03_multinode.py", 2, *OPTIONS, env=CPU)
+    assert not any(result.codes), result.err
+    return result
+
+
+def assert_like(whole, checkpoint, log):
+    """Losses and weights are those of the whole run, and no epoch was counted twice."""
+    entries = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [entry["epoch"] for entry in entries] == [1, 2, 3]
+    for mine, reference in zip(entries, whole.epochs, strict=True):
+        assert mine["train_loss"] == pytest.approx(reference["train_loss"], rel=1e-6)
+        assert mine["test_accuracy"] == reference["test_accuracy"]
+    assert_weights(load(checkpoint)["weights"], whole.state["weights"], 0)
+
+
+@pytest.mark.parametrize("name, workers", [("USR1", 0), ("TERM", 1)])
+def test_one_rank_is_asked_and_all_stop_at_the_same_step(name, workers, start, whole, tmp_path):  # noqa: F811
+    checkpoint, log = tmp_path / "x.pt", tmp_path / "log"
+    options = [*OPTIONS, f"--checkpoint={checkpoint}", f"--log-json={log}"]
+    options += [f"--num-workers={workers}"]
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "-m", "topics.preemption"]
+    job = start(*command, *options)
+    job.until_it_says("epoch 1/3")
+    [pid] = [pid for pid in job.processes() if environment(pid).get("RANK") == "1"][:1]
+    time.sleep(0.2)  # into the second epoch
+    os.kill(pid, getattr(signal, f"SIG{name}"))
+    job.end()
+    epoch, samples = map(int, job.until_it_says(STOPPED).groups())
+    assert epoch in (2, 3) and 0 < samples <= 3936 and samples % 96 == 0
+    assert len(re.findall(r"exitcode +: 75", job.text)) == 2, job.text  # both ranks, not killed
+    place = load(checkpoint)["optimizer"]["place"]
+    assert place["sums"][1] == samples
+
+    job = start(*command, *options)
+    assert job.end() == 0, job.text
+    assert f"has {epoch - 1} epochs, going on" in job.text
+    assert_like(whole, checkpoint, log)
+
+
+def environment(pid: int) -> dict[str, str]:
+    text = open(f"/proc/{pid}/environ").read()  # noqa: SIM115
+    return dict(pair.split("=", 1) for pair in text.split("\0") if "=" in pair)
+
+
+def stop_at(samples: int):
+    """Edit the topic: rank 1 is asked as it comes to that sample of the first epoch."""
+    line = "            stop = torch.tensor(len(asked))\n"
+    ask = f"            if rank == 1 and 2 * sums[1] == {samples}:\n"
+    ask += "                os.kill(os.getpid(), signal.SIGTERM)\n"
+    return lambda source: source.replace(line, ask + line)
+
+
+@pytest.mark.parametrize("samples", [96, 3936], ids=["first step", "last step"])
+def test_a_stop_at_the_edge_of_an_epoch(samples, whole, tmp_path):
+    topic = "topics/preemption.py"
+    stopped = fork(topic, 2, *OPTIONS, folder=tmp_path, edit=stop_at(samples), env=CPU)
+    assert stopped.codes == [75, 75], stopped.err
+    assert f"stopped in epoch 1 after {samples} samples" in stopped.out
+    resumed = fork(topic, 2, *OPTIONS, folder=tmp_path, env=CPU)
+    assert resumed.codes == [0, 0], resumed.err
+    assert_like(whole, resumed.checkpoint, tmp_path / "log.json")
+
+
+def test_without_the_library_one_line_names_the_command(start, tmp_path):  # noqa: F811
+    (tmp_path / "torchdata.py").write_text("raise ImportError")
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(tmp_path)}
+    job = start(sys.executable, ROOT / "topics" / "preemption.py", env=ranks)
+    assert job.end() == 2
+    assert job.text == "preemption.py: needs torchdata: pip install torchdata\n"
+
+
+@pytest.mark.parametrize("name", ["USR1", "TERM"])
+def test_slurm_requeues(name, cluster, whole, tmp_path):  # noqa: F811
+    """USR1 is what the time limit sends, by the header of the file; TERM is what a scheduler sends
+    to the ranks of a job that must make room."""
+    checkpoint, log = tmp_path / "x.pt", tmp_path / "log"
+    training = [*OPTIONS, f"--checkpoint={checkpoint}", f"--log-json={log}"]
+    options = ["--gpus-per-node=0", "--ntasks-per-node=1", "--mem=4G"]
+    job = cluster.submit(ROOT / "slurm" / "requeue.sbatch", options, training)
+    deadline = time.monotonic() + 90
+    while not (log.exists() and log.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert cluster.slurm("exec", "scancel", f"--signal={name}", job).returncode == 0
+    state, code, text = cluster.wait(job)
+    assert (state, code) == ("COMPLETED", "0:0"), text
+    assert len(re.findall(STOPPED, text)) == 1, text
+    assert "exit code 75), back to the queue" in text
+    assert "restart 0 of this job" in text and "restart 1 of this job" in text
+    assert_like(whole, checkpoint, log)
