@@ -48,8 +48,8 @@ def main(args):
             sums[1] += len(labels)
         seconds = common.seconds_since(start, device)
         sums[2:] = common.evaluate(model, test_loader, device)
-        common.log_epoch(args, epoch, sums, seconds)
         common.save_checkpoint(args, epoch + 1, model, optimizer)
+        common.log_epoch(args, epoch, sums, seconds)
 
 
 if __name__ == "__main__":

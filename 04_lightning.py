@@ -8,9 +8,9 @@ Started by torchrun:                    torchrun --standalone --nproc-per-node=2
 What changed (look at it side by side): diff -y -w 03_multinode.py 04_lightning.py
 """
 
-import contextlib
 import logging
 import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import common
@@ -49,6 +48,10 @@ class Classifier(L.LightningModule):
         if self.global_rank == 0:
             common.print_start(self.args, self.device)
 
+    def on_train_start(self):
+        # Not Lightning's handler: it broadcasts, to a rank that may be waiting for this one.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
     def on_train_epoch_start(self):  # Lightning has called sampler.set_epoch
         self.sums = torch.zeros(4, device=self.device)  # loss, samples, correct, tested
         self.start = time.perf_counter()
@@ -69,8 +72,8 @@ class Classifier(L.LightningModule):
         self.sums[2:] = common.evaluate(self.model, self.test_loader, self.device)
         sums = self.trainer.strategy.reduce(self.sums, reduce_op="sum")  # all ranks call this
         if self.global_rank == 0:
-            common.log_epoch(args, epoch, sums, seconds)
             common.save_checkpoint(args, epoch + 1, self.model, self.optimizers().optimizer)
+            common.log_epoch(args, epoch, sums, seconds)
 
 
 def main(args):
@@ -102,10 +105,7 @@ def main(args):
         enable_model_summary=False,
         logger=False,
     )
-    with contextlib.suppress(SIGTERMException):  # it would exit with code 0, as if all were well
-        trainer.fit(Classifier(args), ckpt_path=path if args.checkpoint and path.exists() else None)
-    if trainer.received_sigterm:
-        sys.exit(143)
+    trainer.fit(Classifier(args), ckpt_path=path if args.checkpoint and path.exists() else None)
 
 
 if __name__ == "__main__":

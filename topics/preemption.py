@@ -109,8 +109,8 @@ def main(args):
         sums[2:] = common.evaluate(model.module, test_loader, device)
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
         if rank == 0:
-            common.log_epoch(args, epoch, sums, seconds)
             common.save_checkpoint(args, epoch + 1, model.module, optimizer)
+            common.log_epoch(args, epoch, sums, seconds)
     dist.destroy_process_group()
 
 
