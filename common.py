@@ -3,6 +3,7 @@
 What a process does with its device and with the other processes stands in the rungs themselves.
 """
 
+import atexit
 import json
 import os
 import shutil
@@ -63,12 +64,15 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: object) 
     """Spare the user a traceback that is not about our code."""
     if issubclass(kind, (ProcessExitedException, KeyboardInterrupt)):
         if getattr(error, "exit_code", None) != 2:  # else a rank has called fail()
-            print(f"{Path(sys.argv[0]).name}: {error or 'interrupted'}", file=sys.stderr)
+            print(f"{Path(sys.argv[0]).name}: {str(error) or 'interrupted'}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
 
 
 sys.excepthook = _excepthook
+# A Gloo thread that drops its last tensor when Python is already shutting down aborts the process
+# ("terminate called without an active exception"). This lets it do that before.
+atexit.register(time.sleep, 0.2)
 
 
 def gpu_count() -> int:
