@@ -31,6 +31,12 @@ CPU = {"CUDA_VISIBLE_DEVICES": ""}  # these are lessons about processes, not abo
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 
+def as_in_a_terminal() -> None:
+    """Undo what nohup and a shell's & have done to the tests: they ignore these signals."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Job:
     """A running command. Its processes are known by a mark in their environment, orphans too."""
 
@@ -48,7 +54,7 @@ class Job:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # as in a terminal of its own
-                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # not nohup's
+                preexec_fn=as_in_a_terminal,
             )
 
     @property

@@ -177,7 +177,7 @@ def test_what_cannot_work_is_refused_in_one_line(cluster, tmp_path):
         "no common.py in": cluster.submit(srun_file, [f"--chdir={tmp_path}"]),
         "4 tasks for 1 GPUs on a node": cluster.submit(srun_file, ["--gpus-per-node=1"]),
         "python cannot import torch (command not found): see the EDIT block": cluster.submit(
-            srun_file, [f"--export=NONE,PATH={bare}:/usr/sbin"]
+            srun_file, [f"--export=PATH={bare}:/usr/sbin"]
         ),
     }
     for line, job in jobs.items():
