@@ -122,7 +122,7 @@ def parse_args(launcher: str = "python", **options: int | float | str) -> Namesp
     add("--lr", type=float, default=0.05, help="learning rate for that batch size")
     add("--seed", type=int, default=0)
     add("--dataset", default="digits", help=f"{', '.join(DATASETS)}; fake:N has N training images")
-    add("--model", default="small", help="small or a torchvision classifier, as resnet50, vit_b_16")
+    add("--model", default="small", help="small, wide or a torchvision classifier, as resnet50")
     add("--image-size", type=int, help="pixels a side; default: those of the data set")
     add("--num-workers", type=int, default=0, help="data loading processes of each rank")
     add("--checkpoint", default=f"checkpoints/{stem}.pt", help="'' turns saving off")
@@ -202,8 +202,9 @@ def load_datasets(args: Namespace) -> tuple[TensorDataset, TensorDataset]:
     name = args.dataset.partition(":")[0]
     if name == "fake":  # noise, brighter for a higher label
         labels = torch.arange(args.train_size) % 10
-        shape, noise = (len(labels), 3, *[args.image_size] * 2), torch.Generator().manual_seed(0)
-        images = torch.randint(128, shape, dtype=torch.uint8, generator=noise)
+        shape, seed = (256, 3, *[args.image_size] * 2), torch.Generator().manual_seed(0)
+        noise = torch.randint(128, shape, dtype=torch.uint8, generator=seed)
+        images = noise[torch.arange(len(labels)) % len(noise)]
         images += (labels * 12).to(torch.uint8)[:, None, None, None]
         return TensorDataset(images, labels), TensorDataset(images[::4], labels[::4])
     if name == "digits":
@@ -257,6 +258,10 @@ def build_model(args: Namespace) -> nn.Module:
         layers += [nn.Conv2d(16, 32, 5, padding=2), nn.GELU(), nn.AvgPool2d(2), nn.Flatten()]
         layers += [nn.Linear(features, 64), nn.GELU(), nn.Linear(64, 10)]
         model = nn.Sequential(*layers)
+    elif args.model == "wide":  # many weights, little arithmetic: communication-bound
+        channels, features = args.channels, args.channels * args.image_size**2
+        layers = [nn.Flatten(), nn.Linear(features, 4096), nn.GELU(), nn.Linear(4096, 4096)]
+        model = nn.Sequential(*layers, nn.GELU(), nn.Linear(4096, 10))
     else:
         from torchvision.models import get_model
 
@@ -361,10 +366,9 @@ def print_start(args: Namespace, device: torch.device) -> None:
     """Print the start line: what runs, on what, with which effective batch."""
     batch = f"batch {args.per_rank_batch} x {args.world_size} = {args.effective_batch}"
     where = f"device {device.type} | backend {backend()} | threads {torch.get_num_threads()}"
-    print(
-        f"{args.rung} | world size {args.world_size} | {batch} | lr {args.lr} | {where}", end=" | "
-    )
-    print(f"torch {torch.__version__}", flush=True)
+    batch += f" | lr {args.lr}"
+    text = f"{args.rung} | world size {args.world_size} | {batch} | {where}"
+    print(f"{text} | torch {torch.__version__}", flush=True)
 
 
 def backend() -> str:
@@ -378,10 +382,25 @@ def progress(loader: DataLoader, epoch: int) -> tqdm:
 
 
 def seconds_since(start: float, device: torch.device) -> float:
-    """Return the seconds since time.perf_counter() was start, once the device has done its work."""
+    """Return the seconds since time.perf_counter() was start, once the device has done its work.
+
+    With RANK_LOG=FOLDER in the environment, as benchmarks/ sets it, each rank also writes them
+    there, with its peak memory in bytes (of tensors on a GPU, else of the process).
+    """
     if device.type != "cpu":
         torch.accelerator.synchronize()
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    if folder := os.environ.get("RANK_LOG"):
+        if device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated()
+        else:
+            from resource import RUSAGE_SELF, getrusage  # not on Windows
+
+            memory = getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        entry = {"seconds": seconds, "peak_memory": memory, "threads": torch.get_num_threads()}
+        with open(Path(folder, f"{rank()}.jsonl"), "a") as file:
+            print(json.dumps(entry), file=file)
+    return seconds
 
 
 def log_epoch(args: Namespace, epoch: int, sums: torch.Tensor, seconds: float) -> None:

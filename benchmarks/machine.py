@@ -34,6 +34,6 @@ def describe() -> dict:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "python": platform.python_version(),
         "os": platform.system(),
-        "commit": commit or None,
+        "commit": commit or os.environ.get("GIT_COMMIT"),
         "date": datetime.date.today().isoformat(),
     }

@@ -29,7 +29,7 @@ LOSS_TOLERANCE = 5e-5  # equal to 4 decimals
 
 
 def commands(rung: str, processes: int, nodes: int) -> list[list[str]]:
-    """Return the commands that start this rung, one for each node."""
+    """Return the commands that start this rung or topic, one for each node."""
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     if rung.startswith("01"):
         return [[sys.executable, rung, f"--nproc={processes}"]]
@@ -42,6 +42,9 @@ def commands(rung: str, processes: int, nodes: int) -> list[list[str]]:
         return [[*torchrun, rung] for _ in range(nodes)]
     if rung.startswith("04"):
         return [[sys.executable, rung, f"--devices={processes}"]]
+    if rung.startswith("topics/"):
+        module = rung.removesuffix(".py").replace("/", ".")
+        return [[*torchrun, "--standalone", f"--nproc-per-node={processes}", "-m", module]]
     return [[sys.executable, rung]]
 
 

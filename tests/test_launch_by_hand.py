@@ -81,8 +81,10 @@ def test_the_old_launcher_adds_an_argument_and_sets_the_variables(start, tmp_pat
     """What the text says of it, for the torch that is installed."""
     script = tmp_path / "show.py"
     script.write_text(
+        # One write: two processes share the pipe, and print() may write its words one by one.
         "import os, sys\n"
-        "print('argument', *sys.argv[1:], 'variable', os.environ['LOCAL_RANK'], flush=True)\n"
+        "words = ['argument', *sys.argv[1:], 'variable', os.environ['LOCAL_RANK']]\n"
+        "os.write(1, (' '.join(words) + '\\n').encode())\n"
     )
     job = start(*OLD, "--nproc-per-node=2", script)
     assert job.end() == 0, job.text

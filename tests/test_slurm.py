@@ -128,7 +128,7 @@ def test_a_batch_file_trains_and_prints_the_numbers_of_rung_00(cluster, referenc
     assert losses(cluster.logs / f"{path.stem}.jsonl") == pytest.approx(reference, abs=5e-5)
     assert re.search(r"^job \d+ \| .* \| endpoint n1:2\d{4}$", log, re.M), log
     if path.name.startswith("03"):
-        table = re.findall(r"^rank (\d) \| local rank (\d) \| (n\d) \|", log, re.M)
+        table = re.findall(r"rank (\d) \| local rank (\d) \| (n\d) \|", log)
         rows = [("0", "0", "n1"), ("1", "1", "n1"), ("2", "0", "n2"), ("3", "1", "n2")]
         assert sorted(table) == rows, log
 

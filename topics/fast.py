@@ -1,0 +1,113 @@
+"""Topic: 02 with everything on that makes a step faster.
+
+tf32           matrix products of float32 in the GPU's TensorFloat-32 units
+bf16           forward in bfloat16 where that is safe; weights and gradients stay float32
+channels_last  images and filters with channels innermost, the order that the fast units read
+autotune       cuDNN tries its algorithms in the first steps and keeps the quickest
+fused          one kernel for the whole optimizer step
+prefetch       processes that make the next batches while the device computes
+bucket_view    gradients live in DDP's buckets, and are not copied there
+static_graph   DDP learns the order of the gradients once
+compile        the model as fused kernels; DDP goes around it, so that it sees whole graphs
+
+Step: the model runs under autocast because that is what bf16 means.
+Budget: +29 -7 because each of the nine can be taken away, so that a benchmark can add them singly.
+
+One process:                torchrun --standalone --nproc-per-node=1 -m topics.fast
+Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.fast \
+                                --without compile
+All GPUs:                   torchrun --standalone --nproc-per-node=gpu -m topics.fast \
+                                --model resnet50 --dataset fake --image-size 224
+What each of them brings:   python benchmarks/ladder_of_speed.py
+What changed:               diff -U0 -w 02_torchrun.py topics/fast.py
+"""
+
+import os
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+
+sys.path.append(os.getcwd())  # torchrun puts topics/ there; common.py is in the repo's root
+import common
+
+PARTS = "tf32 bf16 channels_last autotune fused prefetch bucket_view static_graph compile ddp"
+
+
+@record  # a rank that fails reports its traceback to torchrun
+def main(args):
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = common.pick_device(rank)
+    backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
+    timeout = timedelta(seconds=args.timeout)  # no wait for another rank is longer
+    dist.init_process_group(backend, timeout=timeout)
+    if rank == 0:
+        common.print_start(args, device)
+    torch.manual_seed(args.seed)
+    off = set(filter(None, args.without.split(",")))
+    if not off <= set(PARTS.split()):
+        common.fail(f"--without takes, between commas, names from: {PARTS}")
+    on = {name: name not in off for name in PARTS.split()}
+    if world_size > 1 and not on["ddp"]:
+        common.fail("--without ddp is for one process: several would not average gradients")
+    torch.set_float32_matmul_precision("high" if on["tf32"] else "highest")
+    torch.backends.cudnn.allow_tf32 = on["tf32"]
+    torch.backends.cudnn.benchmark = on["autotune"]
+
+    train_set, test_set = common.load_datasets(args)
+    options = common.loader_options(args, device)
+    if on["prefetch"]:
+        options |= {"num_workers": args.num_workers or 2, "persistent_workers": True}
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    batch = args.per_rank_batch
+    train_loader = DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
+    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
+    test_loader = DataLoader(test_shard, batch, **options)
+
+    layout = torch.channels_last if on["channels_last"] else torch.contiguous_format
+    model = common.build_model(args).to(device, memory_format=layout)
+    momentum, fused = 0.9, on["fused"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=momentum, fused=fused)
+    state = common.read_checkpoint(args)
+    start_epoch = common.restore(state, args, model, optimizer)
+    plain = model  # what is evaluated and saved: its names have no prefix
+    if on["compile"]:
+        model = torch.compile(model)
+    views = {"gradient_as_bucket_view": on["bucket_view"], "static_graph": on["static_graph"]}
+    if on["ddp"]:
+        model = DDP(model, **views)  # all ranks: takes the weights of rank 0
+
+    for epoch in range(start_epoch, args.epochs):
+        # A new order each epoch, and the same order in every run with this seed.
+        sampler.set_epoch(epoch)
+        sums = torch.zeros(4, device=device)  # loss, samples, correct, tested
+        start = time.perf_counter()
+        model.train()
+        for images, labels in common.progress(train_loader, epoch):
+            images = images.to(device, non_blocking=True, memory_format=layout)
+            labels = labels.to(device, non_blocking=True)
+            optimizer.zero_grad()
+            with torch.autocast(device.type, torch.bfloat16, enabled=on["bf16"]):
+                loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            # Summed on the device: to read the loss at every step would stop the GPU each time.
+            sums[0] += loss.detach() * len(labels)
+            sums[1] += len(labels)
+        seconds = common.seconds_since(start, device)
+        sums[2:] = common.evaluate(plain, test_loader, device)
+        dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
+        if rank == 0:
+            common.save_checkpoint(args, epoch + 1, plain, optimizer)
+            common.log_epoch(args, epoch, sums, seconds)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(common.parse_args("torchrun", without=""))
