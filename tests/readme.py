@@ -10,10 +10,12 @@ A generated part stands between <!-- generated: NAME --> and <!-- end -->, where
     diff AFTER.py     what `diff -U0 -w BEFORE.py AFTER.py` prints, without the header of the file
     tour              the table of results/tour_cpu.json
     gpu               the table of results/gpu_parity.json
+    speed             the table of results/scaling.csv
     topics            the topics, as a table like the ladder's
 """
 
 import ast
+import csv
 import json
 import re
 import statistics
@@ -140,6 +142,39 @@ def gpu():
     return "\n".join(lines) + "\n"
 
 
+def speed():
+    """Return, a table for each machine and kind of work, the speeds at each device count."""
+    with (ROOT / "results" / "scaling.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["mode"] == "weak"]
+    tables = {}
+    for row in rows:  # a later row of the same work counts, not an earlier one
+        machine = row | {name: int(row[name]) for name in ("gpus", "cores")}
+        work = [row[name] for name in ("model", "image_size", "per_rank_batch")]
+        line = (row["script"], row["precision"], int(row["threads"]), row["options"])
+        place = where(machine).replace(f"{row['gpus']} × ", "")
+        table = tables.setdefault((place, *work), {})
+        table.setdefault(line, {})[int(row["devices"])] = float(row["samples_per_second"])
+    parts = []
+    for (machine, model, size, batch), table in tables.items():
+        counts = sorted({n for speeds in table.values() for n in speeds})
+        lines = ["| script | precision | " + " | ".join(f"{n} ×" for n in counts)]
+        lines[0] += " | of N × one process without DDP |"
+        lines.append("|---|---|" + "---|" * (len(counts) + 1))
+        for (script, precision, threads, options), speeds in sorted(table.items()):
+            # one process without DDP, at the same precision
+            twin = (script, precision, threads, f"{options},ddp" if options else "--without=ddp")
+            alone = table.get(twin) or table.get(("00_single_gpu.py", precision, threads, ""))
+            n = max(speeds)
+            share = f"{speeds[n] / n / alone[1]:.3f}" if alone and n > 1 else ""
+            words = f" {options}" * bool(options) + f", {threads} threads" * (threads > 1)
+            cells = [f"{speeds[n]:.0f}" if n in speeds else "" for n in counts]
+            cells = [f"`{script}`{words}", precision, *cells, share]
+            lines.append("| " + " | ".join(cells) + " |")
+        title = f"{model}, {size} × {size} pixels, {batch} images a process. {machine}."
+        parts.append(title + "\n\n" + "\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
 def topics():
     """Return the topics as a table."""
     lines = ["| file | the one concept | variant of | lines of code |", "|---|---|---|---|"]
@@ -153,7 +188,7 @@ def topics():
 def fresh(text):
     """Return the text of a README with its generated parts made again."""
     make = {"picture": picture, "ladder": ladder, "diff": diff, "tour": tour, "topics": topics}
-    make["gpu"] = gpu
+    make |= {"gpu": gpu, "speed": speed}
 
     def part(match):
         name, *arguments = match[2].split()
