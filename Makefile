@@ -1,13 +1,14 @@
-# make tour   install into .venv what is needed, run every rung on this machine, compare the numbers
-# make test   the same installation, then the whole test suite
-# make readme write the diffs and tables of the README again, from the files and from results/
+# make tour     install into .venv what is needed, run every rung on this machine, compare the numbers
+# make test     the same installation, then the whole test suite
+# make figures  draw the figures of the README again, from results/
+# make readme   write the diffs and tables of the README again, from the files and from results/
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: tour test readme clean
+.PHONY: tour test figures readme clean
 
 tour: $(INSTALLED)
 	$(BIN)/python benchmarks/tour.py
@@ -15,6 +16,9 @@ tour: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pip install -q -r requirements-extras.txt
 	$(BIN)/python -m pytest
+
+figures: $(INSTALLED)
+	$(BIN)/python notebooks/figures.py
 
 readme: $(INSTALLED)
 	$(BIN)/python tests/readme.py --write
