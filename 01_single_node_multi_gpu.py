@@ -24,7 +24,7 @@ import common
 def main(rank, world_size, args):
     device = common.pick_device(rank)
     backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
-    timeout = timedelta(seconds=args.timeout)  # no wait for another rank is longer
+    timeout = timedelta(seconds=args.timeout)  # the longest wait for a rank in a collective
     dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
     if rank == 0:
         common.print_start(args, device)

@@ -29,7 +29,7 @@ def main(args):
     device = common.pick_device(local_rank)
     print(f"rank {rank} | local rank {local_rank} | {socket.gethostname()} | {device}", flush=True)
     backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
-    timeout = timedelta(seconds=args.timeout)  # no wait for another rank is longer
+    timeout = timedelta(seconds=args.timeout)  # the longest wait for a rank in a collective
     dist.init_process_group(backend, timeout=timeout)
     if rank == 0:
         common.print_start(args, device)

@@ -9,6 +9,12 @@ from pathlib import Path
 import torch
 
 
+def git(*words: str) -> str:
+    """Return what git prints, "" where there is no repository."""
+    command = ["git", "-C", str(Path(__file__).parent.parent), *words]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
 def describe() -> dict:
     """Return hardware, versions, commit and date of a measurement on this machine."""
     cuda = torch.cuda.is_available()
@@ -18,12 +24,9 @@ def describe() -> dict:
         cpu = cpuinfo.split("model name", 1)[1].split(":", 1)[1].split("\n", 1)[0].strip()
     except (OSError, IndexError):
         cpu = platform.processor() or platform.machine()
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
+    commit = git("rev-parse", "--short", "HEAD") or os.environ.get("GIT_COMMIT")
+    if commit and git("status", "--porcelain", "-uno", "--", ":!results", ":!*.md"):
+        commit += "-dirty"  # other code than that of the commit was measured
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
@@ -34,6 +37,6 @@ def describe() -> dict:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "python": platform.python_version(),
         "os": platform.system(),
-        "commit": commit or os.environ.get("GIT_COMMIT"),
+        "commit": commit,
         "date": datetime.date.today().isoformat(),
     }

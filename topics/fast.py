@@ -45,7 +45,7 @@ def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = common.pick_device(rank)
     backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
-    timeout = timedelta(seconds=args.timeout)  # no wait for another rank is longer
+    timeout = timedelta(seconds=args.timeout)  # the longest wait for a rank in a collective
     dist.init_process_group(backend, timeout=timeout)
     if rank == 0:
         common.print_start(args, device)

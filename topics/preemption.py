@@ -46,7 +46,7 @@ def main(args):
     device = common.pick_device(local_rank)
     print(f"rank {rank} | local rank {local_rank} | {socket.gethostname()} | {device}", flush=True)
     backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
-    timeout = timedelta(seconds=args.timeout)  # no wait for another rank is longer
+    timeout = timedelta(seconds=args.timeout)  # the longest wait for a rank in a collective
     dist.init_process_group(backend, timeout=timeout)
     control = dist.new_group(backend="gloo")  # for flags: to read one must not stop the GPU
     if rank == 0:
