@@ -147,15 +147,20 @@ def speed():
     with (ROOT / "results" / "scaling.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["mode"] == "weak"]
     tables = {}
-    for row in rows:  # a later row of the same work counts, not an earlier one
+    for row in rows:  # of rows of the same work the median counts
         machine = row | {name: int(row[name]) for name in ("gpus", "cores")}
         work = [row[name] for name in ("model", "image_size", "per_rank_batch")]
         line = (row["script"], row["precision"], int(row["threads"]), row["options"])
         place = where(machine).replace(f"{row['gpus']} × ", "")
         table = tables.setdefault((place, *work), {})
-        table.setdefault(line, {})[int(row["devices"])] = float(row["samples_per_second"])
+        found = table.setdefault(line, {}).setdefault(int(row["devices"]), [])
+        found.append(float(row["samples_per_second"]))
     parts = []
-    for (machine, model, size, batch), table in tables.items():
+    for (machine, model, size, batch), lists in tables.items():
+        table = {
+            line: {n: statistics.median(found) for n, found in counts.items()}
+            for line, counts in lists.items()
+        }
         counts = sorted({n for speeds in table.values() for n in speeds})
         lines = ["| script | precision | " + " | ".join(f"{n} ×" for n in counts)]
         lines[0] += " | of N × one process without DDP |"

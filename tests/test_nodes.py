@@ -24,7 +24,7 @@ from ladder import TORCHRUN, fork
 
 PATIENCE = 60  # seconds; torch waits 60 twice, 120, 600 or 900, and a cut-off node 924
 TWO_NODES = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1"]
-C10D = [*TWO_NODES, "--rdzv-backend=c10d", "--rdzv-endpoint=n1:29400", "--rdzv-id=test"]
+C10D = [*TWO_NODES, "--rdzv-backend=c10d", "--rdzv-endpoint=n1:29410", "--rdzv-id=test"]
 NEVER = ["03_multinode.py", "--epochs=1", "--checkpoint="]  # for jobs that cannot begin
 LONG = ["03_multinode.py", "--epochs=1000"]  # for jobs that are not to reach their end
 
@@ -72,7 +72,7 @@ def assert_nothing_runs(lab) -> None:
 
 
 def wait_for_listener(lab, job) -> None:
-    job.until(lambda: lab.call("n1", "ss", "-Hltn", "sport = :29400"), PATIENCE)
+    job.until(lambda: lab.call("n1", "ss", "-Hltn", "sport = :29410"), PATIENCE)
 
 
 def test_two_nodes_print_the_numbers_of_rung_00_also_when_one_is_late(lab, tmp_path):

@@ -1,0 +1,196 @@
+"""The notebooks: committed executed, run again here, and nothing in them starts a process group."""
+
+import csv
+import os
+import re
+import subprocess
+import sys
+
+import matplotlib
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from ladder import ROOT, RUNGS
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+FORBIDDEN = r"init_process_group|mp\.spawn|multiprocessing|torchrun|Trainer|subprocess|^!|^%%"
+
+
+def outputs(notebook, kind):
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    return [out for cell in cells for out in cell.outputs if out.output_type == kind]
+
+
+def printed(notebook):
+    return "".join(out.text for out in outputs(notebook, "stream"))
+
+
+def drawn(notebook):
+    return sum("image/png" in out.data for out in outputs(notebook, "display_data"))
+
+
+def test_there_are_four():
+    names = [path.stem for path in NOTEBOOKS]
+    assert names == ["batch_and_lr", "communication", "sampling", "scaling"]
+
+
+def code_of(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+NOTEBOOK = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+@NOTEBOOK
+def test_a_notebook_is_committed_clean(path):
+    notebook = nbformat.read(path, 4)
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert "DDP needs a process for each device" in notebook.cells[0].source
+    code = code_of(notebook)
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert not outputs(notebook, "error") and drawn(notebook)
+    assert all(out.name == "stdout" for out in outputs(notebook, "stream"))
+    assert code[0].source.count("# change this line") == 1 and "your own" in code[0].source
+    assert not any(cell.metadata for cell in notebook.cells)  # such as the times of a run
+    found = re.search(r"/(home|tmp|root|Users|work|opt|usr|mnt)/|[A-Z]:\\\\", path.read_text())
+    assert not found, f"an absolute path: {found[0]}"
+    for cell in code:
+        assert not re.search(FORBIDDEN, cell.source, re.MULTILINE), cell.source
+
+
+@NOTEBOOK
+def test_a_notebook_runs_and_prints_what_is_committed(path):
+    """In a fresh kernel, in the notebooks' folder, as Jupyter does: the numbers are not stale."""
+    committed, again = nbformat.read(path, 4), nbformat.read(path, 4)
+    for cell in code_of(again):
+        cell.outputs = []
+    NotebookClient(again, timeout=60, resources={"metadata": {"path": path.parent}}).execute()
+    assert not outputs(again, "error")
+    assert printed(again) == printed(committed), "run the command of notebooks/README.md"
+    assert drawn(again) == drawn(committed)
+
+
+@NOTEBOOK
+def test_a_notebook_also_starts_in_the_root(path):
+    first = code_of(nbformat.read(path, 4))[0].source
+    python("-c", first)
+
+
+def python(*arguments, cwd=ROOT, **env):
+    """Run Python in a fresh process; return what it prints."""
+    command = [sys.executable, *map(str, arguments)]
+    env = os.environ | {"MPLBACKEND": "agg"} | env
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# ---- figures.py ----------------------------------------------------------------------------------
+
+NUMBER = r"-?\d+(?:\.\d+)?"
+
+
+def parts(path):
+    """Return an SVG as its text without numbers, and its numbers."""
+    text = re.sub(r"\b[a-z]?[0-9a-f]{10}\b", "id", path.read_text())  # hashes of coordinates
+    return re.sub(NUMBER, "#", text), [float(found) for found in re.findall(NUMBER, text)]
+
+
+def words(path):
+    """Return the words and numbers that one reads in an SVG: it has them as comments."""
+    return sorted(re.findall(r"<!-- (.*?) -->", path.read_text()))
+
+
+def test_the_figures_of_the_readme_are_fresh(tmp_path):
+    said = python("notebooks/figures.py", "--out", tmp_path)
+    kept = sorted((ROOT / "results" / "figures").glob("*.svg"))
+    drawn = sorted(tmp_path.glob("*.svg"))
+    assert kept and [path.name for path in kept] == [path.name for path in drawn]
+    assert said.count("wrote") == len(kept)
+    for old, new in zip(kept, drawn, strict=True):
+        assert words(old) == words(new), f"{old.name} is stale: run make figures"
+        if f"Matplotlib v{matplotlib.__version__}," in old.read_text():  # else it lays out anew
+            (text, numbers), (fresh, others) = parts(old), parts(new)
+            assert text == fresh and len(numbers) == len(others)
+            assert numbers == pytest.approx(others, abs=0.01), f"{old.name}: run make figures"
+
+
+def test_the_figures_are_the_same_bytes_again(tmp_path):
+    for folder in ("a", "b"):
+        python("notebooks/figures.py", "--out", tmp_path / folder)
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+SCALING = ["speedup", "data_parallel", "launchers", "weak_strong", "amdahl", "bound", "cores"]
+DRAW = """
+import sys, figures
+rows = figures.read(sys.argv[1])
+figures.contents(rows)
+for name in sys.argv[2:]:
+    print(name, "drawn" if getattr(figures, name)(rows) else "missing")
+"""
+
+
+def draw(rows, folder):
+    """Draw the figures of scaling.ipynb from rows; return what is printed."""
+    with (folder / "scaling.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    path = str(ROOT / "notebooks")
+    return python("-c", DRAW, folder / "scaling.csv", *SCALING, PYTHONPATH=path)
+
+
+def table(counts, serial):
+    """Return rows of scaling.csv that follow Amdahl's law; DataParallel is half as fast as DDP."""
+    with (ROOT / "results" / "scaling.csv").open(newline="") as file:
+        template = next(csv.DictReader(file)) | {"model": "resnet50", "precision": "tf32"}
+    template |= {"image_size": 224, "per_rank_batch": 256, "device": "cuda", "gpu": "some GPU"}
+    rows = []
+    for devices in counts:
+        for script in RUNGS:
+            if script.startswith("00_") and devices > 1:
+                continue
+            speed = 100 / (serial + (1 - serial) / devices) / (2 if script[:3] == "00b" else 1)
+            for mode in ("weak", "strong"):
+                row = template | {"script": script, "mode": mode, "devices": devices}
+                row["per_rank_batch"] = 256 if mode == "weak" else 256 // devices
+                row["effective_batch"] = row["per_rank_batch"] * devices
+                rows.append(row | {"samples_per_second": speed, "min": speed, "max": speed})
+    return rows
+
+
+@pytest.mark.parametrize("counts", [(1, 2), (1, 2, 4), (1, 2, 4, 8), (1, 3, 16)], ids=str)
+def test_any_number_of_devices(counts, tmp_path):
+    """The fit finds the serial fraction that the rows were made with, and predicts 8 from it."""
+    said = draw(table(counts, 0.1), tmp_path)
+    assert set(re.findall(r"(\w+) drawn", said)) == set(SCALING) - {"cores"}  # that is for CPUs
+    assert "0.1000" in said and "4.71" in said  # 1 / (0.1 + 0.9 / 8) = 4.706
+    ((_, *speeds),) = re.findall(rf"(.*) on {counts[-1]} .*?([\d.]+) +([\d.]+) +2\.0\n", said)
+    assert float(speeds[0]) == pytest.approx(float(speeds[1]) / 2, abs=0.01)
+
+
+def test_several_machines_and_a_slow_down(tmp_path):
+    """Rows of two machines are never mixed; where several are slower than one, it is said."""
+    slow = [row | {"gpu": "", "device": "cpu", "cpu": "some CPU"} for row in table((1, 2), 1.5)]
+    said = draw([row | {"model": "small"} for row in slow] + table((1, 2, 4), 0), tmp_path)
+    assert "some GPU" in said and "cores of some CPU" in said and "cores drawn" in said
+    said = draw([row | {"model": "wide"} for row in table((1, 2), 1.5)], tmp_path)
+    assert "several are slower than one" in said
+
+
+@pytest.mark.parametrize(
+    "rows", [table((1,), 0), table((2,), 0)[:1]], ids=["one device", "one row"]
+)
+def test_what_is_missing_is_said(rows, tmp_path):
+    said = draw(rows, tmp_path)
+    assert said.count("missing") + said.count("drawn") == len(SCALING)
+    assert said.count("Nothing to draw here: ") == said.count("missing") >= 5
+    empty = tmp_path / "none"
+    assert "There is no file scaling.csv" in python(
+        "notebooks/figures.py", "--results", empty, "--out", tmp_path / "out"
+    )
+    assert not list((tmp_path / "out").iterdir())

@@ -1,0 +1,153 @@
+"""Each topic proves its point: the numbers that it prints are those that its text promises."""
+
+import re
+
+import pytest
+import torch
+
+from ladder import fork
+
+TWO = ["--epochs=2"]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """Rung 02 on two ranks."""
+    return fork("02_torchrun.py", 2, *TWO)
+
+
+def topic(name, world_size, *options, **more):
+    done = fork(f"topics/{name}.py", world_size, *options, **more)
+    assert done.codes == [0] * world_size, done.err
+    return done
+
+
+def assert_same(done, reference, tolerance=1e-5):
+    """The same losses, and the same weights on all ranks and in the checkpoint."""
+    assert len(done.epochs) == len(reference.epochs) > 0
+    for ours, theirs in zip(done.epochs, reference.epochs, strict=True):
+        assert ours["train_loss"] == pytest.approx(theirs["train_loss"], abs=5e-5)
+        assert ours["test_accuracy"] == theirs["test_accuracy"]
+    for weights in [*done.weights, done.state["weights"]]:
+        for name, value in reference.state["weights"].items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=tolerance)
+
+
+def test_ddp_by_hand(reference):
+    assert_same(topic("ddp_by_hand", 2, *TWO), reference)
+
+
+def test_ddp_by_hand_needs_the_average(reference):
+    """Without it each rank trains alone, and the ranks drift apart."""
+    alone = fork(
+        "topics/ddp_by_hand.py",
+        2,
+        *TWO,
+        edit=lambda text: text.replace("dist.all_reduce(flat)", "flat *= world_size"),
+    )
+    first, second = (weights["0.weight"] for weights in alone.weights)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 5])  # 48 samples a rank: 5 leaves a smaller tail
+def test_gradient_accumulation(pieces, reference):
+    done = topic("gradient_accumulation", 2, *TWO, f"--pieces={pieces}")
+    assert_same(done, reference)
+    buckets = 41  # one for each of the 41 steps, however many pieces
+    assert done.out.count(f"{buckets} all-reduces of gradients in 41 steps") == 2
+
+
+def test_without_no_sync_each_piece_is_averaged():
+    done = fork(
+        "topics/gradient_accumulation.py",
+        2,
+        "--epochs=1",
+        edit=lambda text: text.replace("model.no_sync()", "nullcontext()"),
+    )
+    assert "164 all-reduces of gradients in 41 steps" in done.out  # 4 pieces
+
+
+def test_evaluation():
+    for world_size in (1, 2, 3):
+        done = topic("evaluation", world_size, "--epochs=1", "--batch-size=96")
+        found = {
+            way: (int(correct), int(tested), share)
+            for way, correct, tested, share in re.findall(
+                r"^(padded|one rank|exact) +(\d+) of (\d+) = (\S+)%$", done.out, re.M
+            )
+        }
+        padded = -(-997 // world_size) * world_size
+        assert [found[way][1] for way in ("padded", "one rank", "exact")] == [padded, 997, 997]
+        assert found["one rank"] == found["exact"]
+        assert padded == 997 or found["padded"][2] != found["exact"][2]
+
+
+def test_uneven_inputs():
+    """Rank 1 has a batch less: 40 of 41 batches of 48, and the ranks end with equal weights."""
+    done = topic("uneven_inputs", 2, *TWO)
+    assert len(done.epochs) == 2 and done.epochs[1]["train_loss"] < done.epochs[0]["train_loss"]
+    for name, value in done.weights[0].items():
+        assert torch.equal(value, done.weights[1][name])
+    hang = fork("topics/uneven_inputs.py", 2, "--join=0", "--timeout=5", "--epochs=1")
+    assert all(hang.codes) and not hang.epochs
+    assert re.search("Timed out waiting 5000ms|Connection closed by peer|[Mm]ismatch", hang.err)
+
+
+def test_zero_optimizer(reference, tmp_path):
+    done = topic("zero_optimizer", 2, *TWO)
+    assert_same(done, reference)
+    held = {
+        rank: (int(mine), int(total))
+        for rank, mine, total in re.findall(r"^rank (\d) \| (\d+) of (\d+)", done.out, re.M)
+    }
+    assert len(held) == 2 and sum(mine for mine, _ in held.values()) == held["0"][1]
+    assert all(0 < mine < total for mine, total in held.values())
+    # 00 goes on from its checkpoint as from 02's.
+    ends = []
+    for path in (done.checkpoint, reference.checkpoint):
+        folder = tmp_path / path.parent.name
+        folder.mkdir()
+        (folder / "checkpoint.pt").write_bytes(path.read_bytes())
+        ends.append(fork("00_single_gpu.py", 1, "--epochs=3", folder=folder))
+    assert ends[0].epochs[-1]["epoch"] == 3
+    assert ends[0].epochs[-1]["train_loss"] == pytest.approx(
+        ends[1].epochs[-1]["train_loss"], abs=5e-5
+    )
+
+
+@pytest.mark.parametrize("differ", [0, 1])
+def test_seeds_and_augmentation(differ):
+    done = topic("seeds_and_augmentation", 2, "--epochs=1", f"--differ={differ}")
+    lines = re.findall(
+        r"^rank (\d) \| first shifts (.*) \| weights (\w+), at the end (\w+)$", done.out, re.M
+    )
+    assert sorted(line[0] for line in lines) == ["0", "1"]
+    (shifts, starts, ends) = ({line[i] for line in lines} for i in (1, 2, 3))
+    assert len(shifts) == 1 + differ, "the ranks' draws"
+    assert len(starts) == len(ends) == 1 and starts != ends, "the ranks' weights"
+
+
+def test_lr_scaling():
+    """Rule and warm-up: half way through a warm-up of two epochs the rate is half way as well."""
+    options = ["--base-batch=24", "--lr=0.004", "--rule=linear", "--epochs=1"]
+    done = topic("lr_scaling", 2, *options)
+    assert "linear: learning rate 0.004 to 0.016 in 82 steps" in done.out
+    (group,) = done.state["optimizer"]["param_groups"]
+    assert group["lr"] == pytest.approx(0.01)
+    wrong = fork("topics/lr_scaling.py", 1, "--rule=cubic")
+    assert wrong.codes == [2] and "no --rule cubic: use none, linear, sqrt" in wrong.err
+
+
+def test_fast(reference):
+    """With all of it taken away it is rung 02; in bfloat16 it learns as well."""
+    none = "--without=tf32,bf16,channels_last,autotune,fused,prefetch,bucket_view,static_graph"
+    assert_same(topic("fast", 2, *TWO, f"{none},compile"), reference)
+    done = topic("fast", 2, *TWO, "--without=compile,prefetch")
+    assert done.epochs[-1]["train_loss"] == pytest.approx(
+        reference.epochs[-1]["train_loss"], rel=0.1
+    )
+    assert list(done.state["weights"]) == list(reference.state["weights"])
+    wrong = fork("topics/fast.py", 1, "--without=bf17")
+    assert wrong.codes == [2] and "--without takes, between commas, names from: tf32" in wrong.err
+    wrong = fork("topics/fast.py", 2, "--without=ddp")
+    assert wrong.codes == [2, 2] and "--without ddp is for one process" in wrong.err

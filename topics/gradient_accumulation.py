@@ -1,0 +1,98 @@
+"""Topic: the same effective batch in less memory: several small batches before each step.
+
+Each rank takes its batch in --pieces. DDP would average the gradients after each piece; no_sync()
+leaves that to the last one. It has to be around forward *and* backward: DDP decides in forward.
+The loss of a piece is weighted by its share of the batch, so pieces of any size give the same sum.
+
+Step: the step is taken once for all pieces because only then the gradient is whole.
+
+Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.gradient_accumulation
+One process:                the same with --nproc-per-node=1
+All GPUs:                   the same with --nproc-per-node=gpu
+The memory that it saves:   the same with --model resnet50 --dataset fake --pieces 1, 2, 4 ...
+What changed:               diff -U0 -w 02_torchrun.py topics/gradient_accumulation.py
+"""
+
+import os
+import sys
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+
+sys.path.append(os.getcwd())  # torchrun puts topics/ there; common.py is in the repo's root
+import common
+
+
+@record  # a rank that fails reports its traceback to torchrun
+def main(args):
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = common.pick_device(rank)
+    backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
+    timeout = timedelta(seconds=args.timeout)  # the longest wait for a rank in a collective
+    dist.init_process_group(backend, timeout=timeout)
+    if rank == 0:
+        common.print_start(args, device)
+    torch.manual_seed(args.seed)
+
+    train_set, test_set = common.load_datasets(args)
+    options = common.loader_options(args, device)
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    batch = args.per_rank_batch
+    train_loader = DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
+    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
+    test_loader = DataLoader(test_shard, batch, **options)
+
+    model = common.build_model(args).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    state = common.read_checkpoint(args)
+    start_epoch = common.restore(state, args, model, optimizer)
+    model = DDP(model)  # all ranks: takes the weights of rank 0
+    averaged = 0  # all-reduces of gradients
+
+    def average(state, bucket):
+        nonlocal averaged
+        averaged += 1
+        return allreduce_hook(state, bucket)
+
+    model.register_comm_hook(None, average)  # DDP's own way, counted
+
+    for epoch in range(start_epoch, args.epochs):
+        # A new order each epoch, and the same order in every run with this seed.
+        sampler.set_epoch(epoch)
+        sums = torch.zeros(4, device=device)  # loss, samples, correct, tested
+        start = time.perf_counter()
+        model.train()
+        for images, labels in common.progress(train_loader, epoch):
+            images = images.to(device, non_blocking=True)
+            labels = labels.to(device, non_blocking=True)
+            optimizer.zero_grad()
+            pieces = list(zip(images.chunk(args.pieces), labels.chunk(args.pieces), strict=True))
+            for number, (images, piece) in enumerate(pieces, 1):
+                with nullcontext() if number == len(pieces) else model.no_sync():
+                    loss = F.cross_entropy(model(images), piece) * len(piece) / len(labels)
+                    loss.backward()
+                    sums[0] += loss.detach() * len(labels)
+            optimizer.step()
+            # Summed on the device: to read the loss at every step would stop the GPU each time.
+            sums[1] += len(labels)
+        seconds = common.seconds_since(start, device)
+        sums[2:] = common.evaluate(model.module, test_loader, device)
+        dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
+        if rank == 0:
+            common.save_checkpoint(args, epoch + 1, model.module, optimizer)
+            common.log_epoch(args, epoch, sums, seconds)
+            print(f"{averaged} all-reduces of gradients in {len(train_loader)} steps", flush=True)
+            averaged = 0
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(common.parse_args("torchrun", pieces=4))

@@ -1,0 +1,98 @@
+"""Topic: what must be equal on all ranks, and what must differ.
+
+Equal: the sampler's seed, or ranks get the same sample twice and others never; and the weights,
+which DDP takes from rank 0. Different: the random shifts of the images. With one seed for all, each
+rank draws the same shift at the same step: --differ 0 shows it, and nothing warns of it.
+
+Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 \
+                                -m topics.seeds_and_augmentation
+The mistake:                the same with --differ 0
+One process:                the same with --nproc-per-node=1
+All GPUs:                   the same with --nproc-per-node=gpu
+What changed:               diff -U0 -w 02_torchrun.py topics/seeds_and_augmentation.py
+"""
+
+import hashlib
+import os
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import parameters_to_vector
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+
+sys.path.append(os.getcwd())  # torchrun puts topics/ there; common.py is in the repo's root
+import common
+
+
+def fingerprint(model):
+    """Return eight letters that are equal on two ranks only if all weights are."""
+    weights = parameters_to_vector(model.parameters()).detach().cpu().numpy()
+    return hashlib.sha256(weights.tobytes()).hexdigest()[:8]
+
+
+@record  # a rank that fails reports its traceback to torchrun
+def main(args):
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = common.pick_device(rank)
+    backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
+    timeout = timedelta(seconds=args.timeout)  # the longest wait for a rank in a collective
+    dist.init_process_group(backend, timeout=timeout)
+    if rank == 0:
+        common.print_start(args, device)
+    torch.manual_seed(args.seed)
+
+    train_set, test_set = common.load_datasets(args)
+    options = common.loader_options(args, device)
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    batch = args.per_rank_batch
+    train_loader = DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
+    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
+    test_loader = DataLoader(test_shard, batch, **options)
+
+    model = common.build_model(args).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    state = common.read_checkpoint(args)
+    start_epoch = common.restore(state, args, model, optimizer)
+    torch.manual_seed(args.seed + rank * args.differ)  # after it, whatever is drawn is a rank's own
+    before = fingerprint(model)
+    model = DDP(model)  # all ranks: takes the weights of rank 0
+    draws = []
+
+    for epoch in range(start_epoch, args.epochs):
+        # A new order each epoch, and the same order in every run with this seed.
+        sampler.set_epoch(epoch)
+        sums = torch.zeros(4, device=device)  # loss, samples, correct, tested
+        start = time.perf_counter()
+        model.train()
+        for images, labels in common.progress(train_loader, epoch):
+            images = images.to(device, non_blocking=True)
+            labels = labels.to(device, non_blocking=True)
+            down, right = torch.randint(-2, 3, (2,)).tolist()  # this rank's augmentation
+            images = images.roll((down, right), dims=(2, 3))
+            draws.append((down, right))
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            # Summed on the device: to read the loss at every step would stop the GPU each time.
+            sums[0] += loss.detach() * len(labels)
+            sums[1] += len(labels)
+        seconds = common.seconds_since(start, device)
+        sums[2:] = common.evaluate(model.module, test_loader, device)
+        dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
+        if rank == 0:
+            common.save_checkpoint(args, epoch + 1, model.module, optimizer)
+            common.log_epoch(args, epoch, sums, seconds)
+    weights = f"weights {before}, at the end {fingerprint(model)}"
+    print(f"rank {rank} | first shifts {draws[:4]} | {weights}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(common.parse_args("torchrun", differ=1))
