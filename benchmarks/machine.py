@@ -10,9 +10,12 @@ import torch
 
 
 def git(*words: str) -> str:
-    """Return what git prints, "" where there is no repository."""
+    """Return what git prints, "" where there is no git or no repository."""
     command = ["git", "-C", str(Path(__file__).parent.parent), *words]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
 
 
 def describe() -> dict:

@@ -73,6 +73,9 @@ def _child(source: str, path: Path, argv: list[str], env: dict, folder: Path, be
             os.open(folder / f"{stream}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number
         )
         setattr(sys, stream, open(number, "w", closefd=False))  # noqa: SIM115
+    # A fork leaves torch a thread pool without threads; the first call after it makes a new one. It
+    # has to be this one: two threads that call at once abort now and then ("Invalid thread pool!").
+    torch.set_num_threads(1)
     environ = without_launcher(os.environ)
     os.environ.clear()
     os.environ.update(environ | env | {"OMP_NUM_THREADS": "1"})

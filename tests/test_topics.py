@@ -151,3 +151,50 @@ def test_fast(reference):
     assert wrong.codes == [2] and "--without takes, between commas, names from: tf32" in wrong.err
     wrong = fork("topics/fast.py", 2, "--without=ddp")
     assert wrong.codes == [2, 2] and "--without ddp is for one process" in wrong.err
+
+
+@pytest.mark.parametrize("order", ["inside", "outside", "once"])
+def test_compile(order, reference):
+    """Equal numbers and names in each order. Only around DDP the graph breaks."""
+    done = topic("compile", 2, *TWO, f"--order={order}", "--backend=aot_eager")
+    assert_same(done, reference)
+    graphs, breaks = map(int, re.search(r"(\d+) graphs, (\d+) graph breaks", done.out).groups())
+    assert graphs > 0 and (breaks > 0) == (order == "outside")
+    assert list(done.state["weights"]) == list(reference.state["weights"])
+
+
+def test_fsdp(reference, tmp_path):
+    """Half of the weights a rank; a checkpoint of two ranks goes on in one, with 02's numbers."""
+    folder = tmp_path / "run"
+    done = topic("fsdp", 2, *TWO, folder=folder)
+    for ours, theirs in zip(done.epochs, reference.epochs, strict=True):
+        assert ours["train_loss"] == pytest.approx(theirs["train_loss"], abs=5e-5)
+        assert ours["test_accuracy"] == theirs["test_accuracy"]
+    for name, value in reference.state["weights"].items():
+        torch.testing.assert_close(done.weights[0][name], value, rtol=0, atol=1e-5)
+    held = re.findall(r"^rank \d \| (\d+) of (\d+) weights$", done.out, re.M)
+    assert len(held) == 2 and all(int(mine) < 0.6 * int(total) for mine, total in held)
+
+    alone = topic("fsdp", 1, "--epochs=3", folder=folder)
+    whole = fork("02_torchrun.py", 2, "--epochs=3")
+    assert [entry["epoch"] for entry in alone.epochs] == [1, 2, 3]
+    assert alone.epochs[-1]["train_loss"] == pytest.approx(whole.epochs[-1]["train_loss"], abs=5e-5)
+    bf16 = topic("fsdp", 2, "--epochs=1", "--compute=bfloat16")
+    assert bf16.epochs[0]["train_loss"] == pytest.approx(reference.epochs[0]["train_loss"], rel=0.1)
+
+
+def test_logging_metrics(reference, tmp_path):
+    pytest.importorskip("tensorboard")
+    done = topic("logging_metrics", 2, *TWO, f"--board={tmp_path / 'board'}")
+    lines = re.findall(
+        r"^rank-local (\S+) \| reduced (\S+) \| gathered \[(.*)\] \| even ranks (\S+)$",
+        done.out,
+        re.M,
+    )
+    assert len(lines) == 2
+    for (local, reduced, gathered, even), theirs in zip(lines, reference.epochs, strict=True):
+        first, second = map(float, gathered.split(", "))
+        assert float(local) == float(even) == first != second
+        assert float(reduced) == pytest.approx((first + second) / 2, abs=1e-4)
+        assert float(reduced) == pytest.approx(theirs["train_loss"], abs=1e-4)
+    assert len(list((tmp_path / "board").glob("events.*"))) == 1, "one run, from rank 0"

@@ -28,10 +28,13 @@ telling='
 import os, runpy, sys, time
 import torch.distributed as dist
 
-start, init = time.monotonic(), dist.init_process_group
+start, init, rank = time.monotonic(), dist.init_process_group, os.environ["RANK"]
 
 def say(text):
-    print("rank", os.environ["RANK"], f"| {time.monotonic() - start:4.1f} s |", text, flush=True)
+    # One string, for one write: print() writes its words singly, and the ranks share a terminal.
+    line = f"rank {rank} | {time.monotonic() - start:4.1f} s | {text}"
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 def init_process_group(*args, **options):
     say("init: on my way to " + os.environ["MASTER_ADDR"] + ":" + os.environ["MASTER_PORT"])

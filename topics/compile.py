@@ -1,0 +1,107 @@
+"""Topic: torch.compile and DDP: which goes around which, and a third way.
+
+inside     DDP(torch.compile(model)): whole graphs; one backward graph, so little overlap
+outside    torch.compile(DDP(model)): the graph breaks around DDP's own code
+once       the compiled model without DDP, and one all-reduce after the whole backward pass
+With --backend aot_eager it takes a second to compile, and brings no speed; inductor takes longer.
+
+Step: average() comes between backward and step because the third way has no DDP to do it.
+
+Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.compile \
+                                --order inside --backend aot_eager
+One process:                the same with --nproc-per-node=1
+All GPUs:                   the same with --nproc-per-node=gpu --backend inductor
+What changed:               diff -U0 -w 02_torchrun.py topics/compile.py
+Budget: +25 -4 because it has three ways in one file.
+"""
+
+import os
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+
+sys.path.append(os.getcwd())  # torchrun puts topics/ there; common.py is in the repo's root
+import common
+
+
+def average(tensors, world_size):
+    """All ranks: replace the tensors by their means over the ranks, in one all-reduce."""
+    flat = parameters_to_vector(tensors)
+    dist.all_reduce(flat)
+    vector_to_parameters(flat / world_size, tensors)
+
+
+@record  # a rank that fails reports its traceback to torchrun
+def main(args):
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = common.pick_device(rank)
+    backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
+    timeout = timedelta(seconds=args.timeout)  # the longest wait for a rank in a collective
+    dist.init_process_group(backend, timeout=timeout)
+    if rank == 0:
+        common.print_start(args, device)
+    torch.manual_seed(args.seed)
+
+    train_set, test_set = common.load_datasets(args)
+    options = common.loader_options(args, device)
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    batch = args.per_rank_batch
+    train_loader = DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
+    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
+    test_loader = DataLoader(test_shard, batch, **options)
+
+    model = common.build_model(args).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    state = common.read_checkpoint(args)
+    start_epoch = common.restore(state, args, model, optimizer)
+    plain = model  # what is evaluated and saved: its names have no prefix
+    if args.order == "outside":
+        model = torch.compile(DDP(plain), backend=args.backend)
+    elif args.order == "inside":
+        model = DDP(torch.compile(plain, backend=args.backend))
+    elif args.order == "once":
+        model = torch.compile(plain, backend=args.backend)
+    else:
+        common.fail(f"no --order {args.order}: use inside, outside or once")
+
+    for epoch in range(start_epoch, args.epochs):
+        # A new order each epoch, and the same order in every run with this seed.
+        sampler.set_epoch(epoch)
+        sums = torch.zeros(4, device=device)  # loss, samples, correct, tested
+        start = time.perf_counter()
+        model.train()
+        for images, labels in common.progress(train_loader, epoch):
+            images = images.to(device, non_blocking=True)
+            labels = labels.to(device, non_blocking=True)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            if args.order == "once":
+                average([weights.grad for weights in plain.parameters()], world_size)
+            optimizer.step()
+            # Summed on the device: to read the loss at every step would stop the GPU each time.
+            sums[0] += loss.detach() * len(labels)
+            sums[1] += len(labels)
+        seconds = common.seconds_since(start, device)
+        sums[2:] = common.evaluate(plain, test_loader, device)
+        dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
+        if rank == 0:
+            common.save_checkpoint(args, epoch + 1, plain, optimizer)
+            common.log_epoch(args, epoch, sums, seconds)
+    if rank == 0:
+        graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+        print(f"{args.order}: {graphs} graphs, {breaks} graph breaks", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(common.parse_args("torchrun", order="inside", backend="inductor"))
