@@ -69,7 +69,7 @@ def main(args):
     weights, momentum = get_state_dict(model, optimizer)
     state = {"weights": weights, "optimizer": momentum, "epochs": 0}
     if args.checkpoint and (folder / ".metadata").exists():
-        dcp.load(state, checkpoint_id=folder)  # all ranks: each reads its part
+        dcp.load(state, checkpoint_id=folder)  # a rank reads its own part only; they all call it
         parts = {"model_state_dict": state["weights"], "optim_state_dict": state["optimizer"]}
         set_state_dict(model, optimizer, **parts)
     start_epoch = state["epochs"]
@@ -98,7 +98,7 @@ def main(args):
         if args.checkpoint:
             weights, momentum = get_state_dict(model, optimizer)
             state = {"weights": weights, "optimizer": momentum, "epochs": epoch + 1}
-            dcp.save(state, checkpoint_id=folder)  # all ranks: each writes its part
+            dcp.save(state, checkpoint_id=folder)  # a rank writes its own part only
         if rank == 0:
             common.log_epoch(args, epoch, sums, seconds)
     mine = sum(part.to_local().numel() for part in model.parameters())
