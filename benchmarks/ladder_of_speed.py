@@ -9,7 +9,6 @@ The first row has only DDP, in float32. It adds to results/ladder_of_speed.csv, 
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -31,7 +30,7 @@ def main() -> None:
     options.add_argument("--parts", nargs="+", default=PARTS if common.gpu_count() else CPU_PARTS)
     options.add_argument("--csv", type=Path, default=ROOT / "results" / "ladder_of_speed.csv")
     args = options.parse_args()
-    failed = 0
+    works = []
     for devices in args.devices:
         for count in range(len(args.parts) + 1):
             on = args.parts[:count]
@@ -41,21 +40,9 @@ def main() -> None:
             work |= {"precision": next((p for p in ("bf16", "tf32") if p in on), "fp32")}
             for name in ("image_size", "batch_size", "images", "num_workers"):
                 work[name] = getattr(args, name)
-            added = on[-1] if on else ""
-            print(f"{devices} devices, adding {added or 'nothing'}:", end=" ", flush=True)
-            start, extra = time.perf_counter(), [f"--without={off}", *args.extra]
-            try:
-                row = scaling.measure(work, args.windows, extra, args.timeout)
-            except KeyboardInterrupt:
-                sys.exit(f"ladder_of_speed.py: interrupted; what was measured is in {args.csv}")
-            if isinstance(row, str):
-                failed += 1
-                print(f"FAILED, {row}", flush=True)
-                continue
-            scaling.append(args.csv, {"added": added} | row)
-            seconds = time.perf_counter() - start
-            print(f"{row['samples_per_second']:.0f} samples/s ({seconds:.0f} s)", flush=True)
-    sys.exit(1 if failed else 0)
+            extra, added = [f"--without={off}", *args.extra], on[-1] if on else ""
+            works.append((work, extra, {"added": added}))
+    scaling.run_all(works, args)
 
 
 if __name__ == "__main__":

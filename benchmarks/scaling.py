@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
@@ -121,22 +122,29 @@ def append(path: Path, row: dict) -> None:
         writer.writerow(row)
 
 
-def run_all(works: list[tuple[dict, list[str]]], windows: int, path: Path, timeout: float) -> int:
-    """Measure and record row by row, with a progress line each; return an exit code."""
-    failed = 0
-    for number, (work, extra) in enumerate(works, 1):
+def run_all(works: list[tuple[dict, list[str], dict]], args: argparse.Namespace) -> NoReturn:
+    """Measure and record row by row, with a progress line each; exit with 1 if one has failed.
+
+    works: what measure() takes as work and extra, and the columns that come before its own.
+    """
+    failed = False
+    for number, (work, extra, columns) in enumerate(works, 1):
         words = [work[name] for name in ("script", "mode", "devices", "model", "precision")]
-        print(f"[{number}/{len(works)}]", *words, *extra, end=" ", flush=True)
+        print(f"[{number}/{len(works)}]", *columns.values(), *words, *extra, end=" ", flush=True)
         start = time.perf_counter()
-        row = measure(work, windows, extra, timeout)
+        try:
+            row = measure(work, args.windows, extra, args.timeout)
+        except KeyboardInterrupt:
+            name = Path(sys.argv[0]).name
+            sys.exit(f"{name}: interrupted; what was measured is in {args.csv}")
         if isinstance(row, str):
-            failed += 1
+            failed = True
             print(f"FAILED, {row}", flush=True)
             continue
-        append(path, row)
+        append(args.csv, columns | row)
         speed = f"{row['samples_per_second']:.0f} samples/s"
         print(f"{speed} ({time.perf_counter() - start:.0f} s)", flush=True)
-    return 1 if failed else 0
+    sys.exit(failed)
 
 
 def powers_of_two(count: int) -> list[int]:
@@ -185,11 +193,8 @@ def main() -> None:
                             work |= {"model": model, "precision": precision, "threads": threads}
                             names = ("image_size", "batch_size", "images", "num_workers")
                             work |= {name: getattr(args, name) for name in names}
-                            works.append((work, args.extra))
-    try:
-        sys.exit(run_all(works, args.windows, args.csv, args.timeout))
-    except KeyboardInterrupt:
-        sys.exit(f"scaling.py: interrupted; what was measured is in {args.csv}")
+                            works.append((work, args.extra, {}))
+    run_all(works, args)
 
 
 if __name__ == "__main__":

@@ -10,28 +10,23 @@ import time
 
 import pytest
 
-from ladder import ROOT
+from ladder import ROOT, TORCHRUN, launch
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+TWO = [*TORCHRUN, "--standalone", "--nproc-per-node=2"]
 MACHINE = ["cpu", "cores", "gpus", "gpu", "torch", "cuda", "nccl", "python", "os", "commit", "date"]
 TINY = ["--windows=2", "--images=64", "--batch-size=16", "--image-size=16"]
 ENV = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def call(*command, timeout=240):
-    return subprocess.run(
-        [str(word) for word in command],
-        cwd=ROOT,
-        env=ENV,
-        timeout=timeout,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def call(*command):
+    """Run to the end; stderr is in .stdout as well."""
+    done = launch(*command)
+    done.stdout += done.stderr
+    return done
 
 
 def benchmark(name, *options):
-    return call(sys.executable, ROOT / "benchmarks" / name, *options)
+    return call(sys.executable, f"benchmarks/{name}", *options)
 
 
 def rows(path):
@@ -122,7 +117,7 @@ def test_ladder_of_speed(tmp_path):
 def test_allreduce(tmp_path):
     path = tmp_path / "allreduce.csv"
     options = ["--smallest", 1024, "--largest", 65536, "--windows", 3, "--csv", path]
-    done = call(*TORCHRUN, "benchmarks/allreduce.py", *options)
+    done = call(*TWO, "benchmarks/allreduce.py", *options)
     assert done.returncode == 0, done.stdout
     found = rows(path)
     assert [int(row["bytes"]) for row in found] == [1024, 4096, 16384, 65536]
@@ -137,7 +132,7 @@ def test_overlap(tmp_path):
     path, trace = tmp_path / "overlap.jsonl", tmp_path / "trace.json"
     options = ["--image-size=16", "--batch-size=8", "--bucket-mb=0.05", "--steps=3"]
     options += [f"--out={path}", f"--trace={trace}"]
-    done = call(*TORCHRUN, "benchmarks/overlap.py", *options)
+    done = call(*TWO, "benchmarks/overlap.py", *options)
     assert done.returncode == 0, done.stdout
     (row,) = [json.loads(line) for line in path.read_text().splitlines()]
     total = row["hidden_ms"] + row["exposed_ms"]
