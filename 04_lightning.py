@@ -105,6 +105,8 @@ def main(args):
         enable_model_summary=False,
         logger=False,
     )
+    # Before each batch it would ask whether rank 0 got a SIGTERM, and that stops the GPU.
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
     trainer.fit(Classifier(args), ckpt_path=path if args.checkpoint and path.exists() else None)
 
 
