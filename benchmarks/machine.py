@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+CODE = ("--", ":!results", ":!*.md")  # what git is asked about
+
 
 def git(*words: str) -> str:
     """Return what git prints, "" where there is no git or no repository."""
@@ -27,8 +29,8 @@ def describe() -> dict:
         cpu = cpuinfo.split("model name", 1)[1].split(":", 1)[1].split("\n", 1)[0].strip()
     except (OSError, IndexError):
         cpu = platform.processor() or platform.machine()
-    commit = git("rev-parse", "--short", "HEAD") or os.environ.get("GIT_COMMIT")
-    if commit and git("status", "--porcelain", "-uno", "--", ":!results", ":!*.md"):
+    commit = os.environ.get("GIT_COMMIT") or git("rev-parse", "--short", "HEAD")
+    if "GIT_COMMIT" not in os.environ and git("status", "--porcelain", "-uno", *CODE):
         commit += "-dirty"  # other code than that of the commit was measured
     return {
         "cpu": cpu,

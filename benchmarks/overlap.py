@@ -52,17 +52,22 @@ def length(spans: list[tuple[float, float]]) -> float:
     return sum(end - start for start, end in union(spans))
 
 
-def kernels(trace: dict) -> tuple[list, list]:
-    """Return the spans, in ms from the step's start, of NCCL's kernels and of all others."""
+def kernels(trace: dict) -> tuple[list, list, list]:
+    """Return the spans, in ms from the step's start, of all-reduces, all of NCCL, and the rest.
+
+    NCCL also broadcasts the buffers of batch norm. The barrier before the step does not count.
+    """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     zero = min(event["ts"] for event in events if event["name"] == "step")
-    nccl, other = [], []
+    reduces, nccl, other = [], [], []
     for event in events:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            start = (event["ts"] - zero) / 1e3
-            kind = nccl if "nccl" in event["name"].lower() else other
-            kind.append((start, start + event["dur"] / 1e3))
-    return sorted(nccl), other
+        name, start = event["name"], (event["ts"] - zero) / 1e3
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and start >= 0:
+            span = (start, start + event["dur"] / 1e3)
+            (nccl if name.startswith("nccl") else other).append(span)
+            if name.startswith("nccl") and "AllReduce" in name:
+                reduces.append(span)
+    return sorted(reduces), nccl, other
 
 
 def main() -> None:
@@ -146,20 +151,23 @@ def main() -> None:
             result = step()
         zero = result.pop("zero")
         if on_gpu:
-            spans, compute = kernels(trace)
+            spans, network, compute = kernels(trace)
         else:
             spans = [((b["start"] - zero) * 1e3, (b["end"] - zero) * 1e3) for b in buckets]
-            compute = [(0, spans[-1][0]), (result["backward_end_ms"], result["step_ms"])]
+            network, compute = (
+                spans,
+                [(0, spans[-1][0]), (result["backward_end_ms"], result["step_ms"])],
+            )
         sizes = [bucket["bytes"] for bucket in buckets]
         assert len(spans) == len(sizes), f"{len(spans)} all-reduces for {len(sizes)} buckets"
         result["buckets"] = [
             {"bytes": size, "start_ms": round(start, 3), "end_ms": round(end, 3)}
             for size, (start, end) in zip(sizes, spans, strict=True)
         ]
-        result["communication_ms"] = length(spans)
+        result["communication_ms"] = length(network)
         result["compute_ms"] = length(compute)
-        both = length(spans) + length(compute) - length(spans + compute)
-        result |= {"hidden_ms": both, "exposed_ms": length(spans) - both}
+        both = length(network) + length(compute) - length(network + compute)
+        result |= {"hidden_ms": both, "exposed_ms": length(network) - both}
         results.append(result)
     if rank == 0:
         middle = statistics.median_low(result["step_ms"] for result in results)

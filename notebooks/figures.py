@@ -62,7 +62,19 @@ def read(path: Path) -> list[dict]:
             return [json.loads(line) for line in file if line.strip()]
         rows = list(csv.DictReader(file))
     keep = {"torch", "cuda", "nccl", "python", "commit"}  # versions: 2.10 is not 2.1
-    return [{k: v if k in keep else number(v) for k, v in row.items()} for row in rows]
+    return latest([{k: v if k in keep else number(v) for k, v in row.items()} for row in rows])
+
+
+ROW = ("script", "mode", "devices", "model", "image_size", "per_rank_batch", "precision")
+ROW += ("threads", "num_workers", "options", "gpu", "cpu", "torch")
+
+
+def latest(rows: list[dict]) -> list[dict]:
+    """Return the rows without those of work that was measured again at a later commit."""
+    if not rows or "script" not in rows[0]:
+        return rows
+    last = {tuple(row[name] for name in ROW): row["commit"] for row in rows}
+    return [row for row in rows if row["commit"] == last[tuple(row[name] for name in ROW)]]
 
 
 def hardware(row: dict) -> str:

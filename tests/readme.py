@@ -15,7 +15,6 @@ A generated part stands between <!-- generated: NAME --> and <!-- end -->, where
 """
 
 import ast
-import csv
 import json
 import re
 import statistics
@@ -24,6 +23,9 @@ import sys
 import pairs
 
 ROOT = pairs.ROOT
+sys.path.append(str(ROOT / "notebooks"))
+import figures  # noqa: E402
+
 PART = re.compile(r"(<!-- generated: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 TOUR = ROOT / "results" / "tour_cpu.json"
 # The command of a rung that works on any machine.
@@ -144,17 +146,14 @@ def gpu():
 
 def speed():
     """Return, a table for each machine and kind of work, the speeds at each device count."""
-    with (ROOT / "results" / "scaling.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["mode"] == "weak"]
+    rows = figures.read(ROOT / "results" / "scaling.csv")
     tables = {}
-    for row in rows:  # of rows of the same work the median counts
-        machine = row | {name: int(row[name]) for name in ("gpus", "cores")}
+    for row in (row for row in rows if row["mode"] == "weak"):  # of the same work the median counts
         work = [row[name] for name in ("model", "image_size", "per_rank_batch")]
-        line = (row["script"], row["precision"], int(row["threads"]), row["options"])
-        place = where(machine).replace(f"{row['gpus']} × ", "")
+        line = tuple(row[name] for name in ("script", "precision", "threads", "options"))
+        place = where(row).replace(f"{row['gpus']} × ", "")
         table = tables.setdefault((place, *work), {})
-        found = table.setdefault(line, {}).setdefault(int(row["devices"]), [])
-        found.append(float(row["samples_per_second"]))
+        table.setdefault(line, {}).setdefault(row["devices"], []).append(row["samples_per_second"])
     parts = []
     for (machine, model, size, batch), lists in tables.items():
         table = {

@@ -149,13 +149,20 @@ def test_overlap_reads_the_kernels_of_a_gpu_trace(monkeypatch):
     import overlap
 
     events = [{"ph": "X", "name": "step", "ts": 1000, "dur": 9000}]
-    for name, start, end in [("gemm", 1000, 5000), ("ncclDevKernel_AllReduce", 3000, 6000)]:
+    nccl = "ncclDevKernel_"
+    for name, start, end in [
+        (f"{nccl}AllReduce_Sum", 800, 900),  # the barrier before the step
+        (f"{nccl}Broadcast_Sum", 1000, 1100),  # the buffers
+        ("gemm", 1000, 5000),
+        (f"{nccl}AllReduce_Sum", 3000, 6000),
+    ]:
         event = {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": end - start}
         events.append(event)
-    nccl, other = overlap.kernels({"traceEvents": events})
-    assert nccl == [(2.0, 5.0)] and other == [(0.0, 4.0)]
+    reduces, nccl, other = overlap.kernels({"traceEvents": events})
+    assert reduces == [(2.0, 5.0)] and other == [(0.0, 4.0)]
+    assert nccl == [(0.0, 0.1), (2.0, 5.0)]
     both = overlap.length(nccl) + overlap.length(other) - overlap.length(nccl + other)
-    assert both == pytest.approx(2.0)
+    assert both == pytest.approx(2.1)
 
 
 def test_batch_and_lr(tmp_path):
