@@ -1,0 +1,192 @@
+"""Topics about the speed of a step and about batch norm: the printed numbers prove the text."""
+
+import re
+from functools import partial
+
+import pytest
+import torch
+
+from ladder import fork
+
+TWO = ["--epochs=2"]
+# float16 is slow on a CPU: few images. 5 steps an epoch.
+FEW = ["--dataset=fake:480", "--image-size=28"]
+
+
+def topic(name, world_size, *options, **more):
+    done = fork(f"topics/{name}.py", world_size, *options, **more)
+    assert done.codes == [0] * world_size, done.err
+    return done
+
+
+def assert_equal(ours, theirs, tolerance=0.0):
+    """The same weights in two state dicts."""
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """Rung 02 on two ranks."""
+    return fork("02_torchrun.py", 2, *TWO)
+
+
+# ---- mixed_precision -----------------------------------------------------------------------------
+
+
+def precision_lines(done, world_size=2):
+    """Return (loss scale, skipped steps, steps, largest norm), the same on all ranks."""
+    lines = re.findall(
+        r"^rank \d \| \w+ \| loss scale (\S+) \| (\d+) of (\d+) steps skipped"
+        r" \| largest gradient norm (\S+) \| peak memory \d+ bytes$",
+        done.out,
+        re.M,
+    )
+    assert len(lines) == world_size and len(set(lines)) == 1, done.out
+    scale, skipped, steps, norm = lines[0]
+    return float(scale), int(skipped), int(steps), float(norm)
+
+
+def scale_starts_at(scale):
+    """To be called before a run: a GradScaler of that run begins with this scale."""
+    torch.amp.GradScaler = partial(torch.amp.GradScaler, init_scale=scale)
+
+
+def test_mixed_precision_without_clipping_and_in_fp32_it_is_02(reference):
+    done = topic("mixed_precision", 2, *TWO, "--precision=fp32", "--clip=inf")
+    assert_equal(done.state["weights"], reference.state["weights"])
+    scale, skipped, steps, norm = precision_lines(done)
+    assert (scale, skipped, steps) == (1, 0, 82) and norm > 1
+
+
+def test_mixed_precision_is_near_to_fp32():
+    runs = {
+        name: topic("mixed_precision", 2, "--epochs=1", f"--precision={name}")
+        for name in ("fp32", "bf16")
+    }
+    losses = [run.epochs[-1]["train_loss"] for run in runs.values()]
+    assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.02)
+    norms = [precision_lines(run)[3] for run in runs.values()]
+    assert norms[1] == pytest.approx(norms[0], rel=0.1)
+    assert runs["bf16"].weights[0]["0.weight"].dtype == torch.float32
+
+    few = [
+        topic("mixed_precision", 2, "--epochs=1", *FEW, f"--precision={name}")
+        for name in ("fp32", "fp16")
+    ]
+    losses = [run.epochs[-1]["train_loss"] for run in few]
+    assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.02)
+    assert precision_lines(few[1]) == pytest.approx(
+        (65536, 0, 5, precision_lines(few[0])[3]), rel=0.05
+    )
+
+
+def record_calls():
+    """To be called before a run: print the name of each call of scaler, clip and optimizer."""
+    scaler, clip = torch.amp.GradScaler, torch.nn.utils.clip_grad_norm_
+
+    def recorded(name, call):
+        def wrapper(*args, **options):
+            print("call", name)
+            return call(*args, **options)
+
+        return wrapper
+
+    for name in ("scale", "unscale_", "step", "update"):
+        setattr(scaler, name, recorded(name, getattr(scaler, name)))
+    torch.nn.utils.clip_grad_norm_ = recorded("clip", clip)
+    torch.Tensor.backward = recorded("backward", torch.Tensor.backward)
+
+
+def test_mixed_precision_order_of_the_calls():
+    options = ["--epochs=1", *FEW, "--precision=fp16"]
+    calls = re.findall(
+        "^call (.*)", topic("mixed_precision", 1, *options, before=record_calls).out, re.M
+    )
+    assert calls == ["scale", "backward", "unscale_", "clip", "step", "update"] * 5
+
+
+def test_clipping_scaled_gradients_is_seen():
+    """Without unscale_ the norm has the scale in it, and all that is left of a step is nothing."""
+    options = ["--epochs=1", *FEW, "--precision=fp16", "--clip=0.1"]
+    right = topic("mixed_precision", 2, *options)
+    wrong = topic(
+        "mixed_precision",
+        2,
+        *options,
+        edit=lambda text: re.sub(r" +scaler\.unscale_.*\n", "", text),
+    )
+    assert precision_lines(wrong)[3] > 10_000 * precision_lines(right)[3]
+    (first, second) = (run.state["weights"]["9.bias"] for run in (right, wrong))
+    start = topic("mixed_precision", 2, *options, "--lr=1e-30").state["weights"]["9.bias"]
+    assert (second - start).norm() < 1e-3 * (first - start).norm()
+
+
+def test_overflow_is_skipped_by_all_ranks_alike():
+    """2 ** 20 is too much for float16: the first steps are skipped, each halves the scale."""
+    options = ["--epochs=1", *FEW, "--precision=fp16"]
+    done = topic("mixed_precision", 2, *options, before=partial(scale_starts_at, 2.0**20))
+    scale, skipped, steps, norm = precision_lines(done)
+    assert steps == 5 and 0 < skipped < 5 and scale == 2.0 ** (20 - skipped) and 0 < norm < 1000
+    assert_equal(done.weights[0], done.weights[1])
+    assert all(value.isfinite().all() for value in done.weights[0].values())
+    # No step at all: the weights are those of the start.
+    done = topic("mixed_precision", 2, *options, before=partial(scale_starts_at, 2.0**60))
+    start = topic("mixed_precision", 2, *options, "--lr=1e-30")
+    assert precision_lines(done)[:3] == (2.0**55, 5, 5)
+    assert_equal(done.state["weights"], start.state["weights"])
+
+
+def test_an_overflow_on_one_rank_is_skipped_by_both():
+    """From the third step on rank 1 has infinite gradients; the average hands them to rank 0."""
+    done = topic(
+        "mixed_precision",
+        2,
+        "--epochs=1",
+        *FEW,
+        "--precision=fp16",
+        edit=lambda text: text.replace(
+            "scale(loss)", "scale(loss * float('inf') if rank == 1 and len(taken) == 2 else loss)"
+        ),
+    )
+    assert precision_lines(done)[:3] == (65536 / 2**3, 3, 5)
+    assert_equal(done.weights[0], done.weights[1])
+
+
+def test_scale_is_in_the_checkpoint(tmp_path):
+    """1 + 1 epochs are 2, bit for bit; the second run would begin with 65536 by itself."""
+    options = [*FEW, "--precision=fp16"]
+    high = partial(scale_starts_at, 2.0**20)
+    whole = topic("mixed_precision", 2, *TWO, *options, before=high)
+    first = topic("mixed_precision", 2, "--epochs=1", *options, folder=tmp_path, before=high)
+    saved = first.state["optimizer"]["scaler"]
+    assert saved["scale"] == precision_lines(first)[0] not in (65536, 2.0**20)
+    (tmp_path / "stdout.0").unlink()
+    (tmp_path / "stdout.1").unlink()
+    second = topic("mixed_precision", 2, *TWO, *options, folder=tmp_path)
+    assert precision_lines(second)[0] == precision_lines(whole)[0] == saved["scale"]
+    assert_equal(second.state["weights"], whole.state["weights"])
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_mixed_precision_checkpoints_and_those_of_02(precision, tmp_path):
+    """02, then this, then 02: each goes on from the file of the other."""
+    runs = [("02_torchrun.py", 1), ("topics/mixed_precision.py", 2), ("02_torchrun.py", 3)]
+    for rung, epochs in runs:
+        option = [f"--precision={precision}"] if rung.startswith("topics") else []
+        done = fork(rung, 2, f"--epochs={epochs}", *FEW, *option, folder=tmp_path)
+        assert done.codes == [0, 0], done.err
+    assert [entry["epoch"] for entry in done.epochs] == [1, 2, 3]
+    losses = [entry["train_loss"] for entry in done.epochs]
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_mixed_precision_refuses():
+    for option, message in (
+        ("--precision=fp8", "no --precision fp8: use fp32, bf16, fp16"),
+        ("--clip=0", "--clip must be more than 0"),
+        ("--clip=nan", "--clip must be more than 0"),
+    ):
+        wrong = fork("topics/mixed_precision.py", 1, option)
+        assert wrong.codes == [2] and message in wrong.err and not wrong.checkpoint.exists()
