@@ -190,3 +190,98 @@ def test_mixed_precision_refuses():
     ):
         wrong = fork("topics/mixed_precision.py", 1, option)
         assert wrong.codes == [2] and message in wrong.err and not wrong.checkpoint.exists()
+
+
+# ---- sync_batchnorm ------------------------------------------------------------------------------
+
+
+def statistics_lines(done):
+    """Return {rank: (running statistics, the same after one more forward pass)}."""
+    lines = re.findall(
+        r"^rank (\d) \| \w+ \| running statistics (\S+), after one more forward (\S+)$",
+        done.out,
+        re.M,
+    )
+    return {int(rank): (float(before), float(after)) for rank, before, after in lines}
+
+
+def losses(done):
+    return [entry["train_loss"] for entry in done.epochs]
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    """Rung 00 with batch norm in its model."""
+
+    def with_norms(text):
+        line = "    model = common.build_model(args).to(device)\n"
+        norms = "    model.insert(1, torch.nn.BatchNorm2d(16))\n"
+        norms += "    model.insert(5, torch.nn.BatchNorm2d(32))\n"
+        return text.replace(line, line + norms)
+
+    return fork("00_single_gpu.py", 1, "--epochs=1", edit=with_norms)
+
+
+def test_local_statistics_are_those_of_a_rank(one_process):
+    """In one process the topic is 00 bit for bit; two ranks are off in the third decimal."""
+    alone = topic("sync_batchnorm", 1, "--epochs=1")
+    assert_equal(alone.state["weights"], one_process.state["weights"])
+    done = topic("sync_batchnorm", 2, "--epochs=1")
+    for ours, theirs in zip(losses(done), losses(one_process), strict=True):
+        assert 5e-4 < abs(ours - theirs) < 0.1
+    # DDP sends the statistics of rank 0 with the next forward pass.
+    (first, first_after), (second, second_after) = (statistics_lines(done)[rank] for rank in (0, 1))
+    assert abs(first - second) > 1e-3 and first == first_after == second_after
+    names = [name for name in done.weights[0] if "running" in name]
+    assert len(names) == 4
+    assert_equal(done.weights[0], done.weights[1])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_synced_statistics_are_those_of_the_whole_batch(world_size, one_process):
+    done = topic("sync_batchnorm", world_size, "--epochs=1", "--norm=by_hand")
+    assert losses(done) == pytest.approx(losses(one_process), abs=1e-4)
+    assert_equal(done.state["weights"], one_process.state["weights"], 1e-4)
+    lines = statistics_lines(done)
+    assert len(lines) == world_size
+    assert len({value for pair in lines.values() for value in pair}) == 1, lines
+
+
+def test_buffers_that_are_not_sent_drift_apart():
+    """The name of the argument is that of this torch: no warning."""
+    done = topic("sync_batchnorm", 2, "--epochs=1", "--broadcast=0")
+    (first, first_after), (second, second_after) = (statistics_lines(done)[rank] for rank in (0, 1))
+    assert first == first_after != second == second_after
+    assert "Warning" not in done.err
+    # By hand the ranks have equal ones, sent or not.
+    done = topic("sync_batchnorm", 2, "--epochs=1", "--broadcast=0", "--norm=by_hand")
+    assert len({value for pair in statistics_lines(done).values() for value in pair}) == 1
+
+
+def test_group_norm_does_not_see_the_batch():
+    alone, done = (topic("sync_batchnorm", ranks, "--epochs=1", "--norm=group") for ranks in (1, 2))
+    assert losses(done) == pytest.approx(losses(alone), abs=5e-5)
+    assert statistics_lines(done) == {0: (0, 0), 1: (0, 0)}
+
+
+def test_sync_batchnorm_refuses():
+    for options, message in (
+        (["--norm=sync"], "--norm sync (SyncBatchNorm) trains on GPUs only: use by_hand or group"),
+        (["--norm=batch"], "no --norm batch: use local, sync, by_hand, group"),
+        (["--norm=by_hand", "--model=resnet18"], "--norm by_hand is for --model small: use local"),
+    ):
+        wrong = fork("topics/sync_batchnorm.py", 1, *options)
+        assert wrong.codes == [2] and message in wrong.err and not wrong.checkpoint.exists()
+
+
+def test_a_model_with_batch_norm_of_its_own():
+    done = topic(
+        "sync_batchnorm",
+        2,
+        "--epochs=1",
+        "--model=resnet18",
+        "--dataset=fake:64",
+        "--batch-size=32",
+    )
+    (first, first_after), (second, second_after) = (statistics_lines(done)[rank] for rank in (0, 1))
+    assert first == first_after == second_after != second
