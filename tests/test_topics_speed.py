@@ -1,12 +1,13 @@
 """Topics about the speed of a step and about batch norm: the printed numbers prove the text."""
 
 import re
+import warnings
 from functools import partial
 
 import pytest
 import torch
 
-from ladder import fork
+from ladder import ROOT, fork
 
 TWO = ["--epochs=2"]
 # float16 is slow on a CPU: few images. 5 steps an epoch.
@@ -247,12 +248,20 @@ def test_synced_statistics_are_those_of_the_whole_batch(world_size, one_process)
     assert len({value for pair in lines.values() for value in pair}) == 1, lines
 
 
+def test_synced_running_statistics_of_a_small_batch():
+    """Where n - 1 is not nearly n: 4 images of 4 x 4 pixels, and a fourth of them after pooling."""
+    options = ["--epochs=1", "--dataset=fake:32", "--image-size=4", "--batch-size=4"]
+    alone = topic("sync_batchnorm", 1, *options)
+    done = topic("sync_batchnorm", 2, *options, "--norm=by_hand")
+    assert_equal(done.state["weights"], alone.state["weights"], 1e-4)
+
+
 def test_buffers_that_are_not_sent_drift_apart():
     """The name of the argument is that of this torch: no warning."""
-    done = topic("sync_batchnorm", 2, "--epochs=1", "--broadcast=0")
+    no_warning = partial(warnings.simplefilter, "error", FutureWarning)
+    done = topic("sync_batchnorm", 2, "--epochs=1", "--broadcast=0", before=no_warning)
     (first, first_after), (second, second_after) = (statistics_lines(done)[rank] for rank in (0, 1))
     assert first == first_after != second == second_after
-    assert "Warning" not in done.err
     # By hand the ranks have equal ones, sent or not.
     done = topic("sync_batchnorm", 2, "--epochs=1", "--broadcast=0", "--norm=by_hand")
     assert len({value for pair in statistics_lines(done).values() for value in pair}) == 1
@@ -285,3 +294,109 @@ def test_a_model_with_batch_norm_of_its_own():
     )
     (first, first_after), (second, second_after) = (statistics_lines(done)[rank] for rank in (0, 1))
     assert first == first_after == second_after != second
+
+
+# ---- ddp_tuning ----------------------------------------------------------------------------------
+
+WEIGHTS = 114_314  # of the small model
+
+
+@pytest.fixture(scope="module")
+def epoch_of_02():
+    return fork("02_torchrun.py", 2, "--epochs=1")
+
+
+def tuned(done):
+    """Return all-reduces and bytes of a step, how far the ranks are apart, and how far from 02."""
+    line = re.findall(
+        r"^\w+ \| a step: \S+ ms, (\S+) all-reduces, (\d+) bytes \| ranks apart (\S+)$",
+        done.out,
+        re.M,
+    )
+    off = re.findall(r"^\w+ \| (\S+) from \S+ of 1 epochs$", done.out, re.M)
+    assert len(line) == len(off) == 1, done.out
+    return (*map(float, line[0]), float(off[0]))
+
+
+@pytest.mark.parametrize(
+    ("way", "all_reduces", "size", "off"),
+    [
+        ("plain", 1, 4 * WEIGHTS, 0),
+        ("bucket_view", 1, 4 * WEIGHTS, 0),
+        ("static_graph", 1, 4 * WEIGHTS, 0),
+        ("find_unused", 1, 4 * WEIGHTS, 0),
+        ("fp16", 1, 2 * WEIGHTS, 1e-2),
+        ("bf16", 1, 2 * WEIGHTS, 5e-2),
+    ],
+)
+def test_ddp_tuning(way, all_reduces, size, off, epoch_of_02):
+    options = ["--epochs=1", f"--way={way}", f"--compare={epoch_of_02.checkpoint}"]
+    done = topic("ddp_tuning", 2, *options)
+    *found, difference = tuned(done)
+    assert found == [all_reduces, size, 0]
+    assert difference == off == 0 or 0 < difference < off
+    assert_equal(done.state["weights"], epoch_of_02.state["weights"], off)
+    assert list(done.state["weights"]) == list(epoch_of_02.state["weights"])
+
+
+def test_small_buckets(epoch_of_02):
+    """More all-reduces, the same bytes and sums. In the first step all is in one bucket, then in 7."""
+    options = ["--epochs=1", "--bucket-mb=0.0001", f"--compare={epoch_of_02.checkpoint}"]
+    assert tuned(topic("ddp_tuning", 2, *options)) == (6.85, 4 * WEIGHTS, 0, 0)
+
+
+@pytest.mark.parametrize("way", ["powersgd", "local_sgd"])
+def test_ways_that_change_the_numbers(way, epoch_of_02):
+    """After 20 of 41 steps PowerSGD sends a fraction, local SGD the weights every fourth step."""
+    options = ["--epochs=1", f"--way={way}", f"--compare={epoch_of_02.checkpoint}"]
+    done = topic("ddp_tuning", 2, *options)
+    all_reduces, size, apart, off = tuned(done)
+    assert 1e-3 < off < 2
+    last = [entry["train_loss"] for entry in (*done.epochs, *epoch_of_02.epochs)]
+    assert last[0] == pytest.approx(last[1], rel=0.2)
+    plain = 4 * WEIGHTS * 20
+    if way == "powersgd":
+        thin = (41 * size - plain) / 21
+        assert 0 < thin < 4 * WEIGHTS / 20 and apart == 0
+        assert_equal(done.weights[0], done.weights[1])
+    else:
+        # Steps 21, 25, 29 ... 41 average the weights: six times. The last one leaves them equal.
+        assert all_reduces == pytest.approx(26 / 41, abs=5e-3)
+        assert size == pytest.approx(26 / 41 * 4 * WEIGHTS, abs=1)
+        assert apart == 0
+
+
+def test_local_sgd_lets_the_ranks_drift_apart(tmp_path):
+    """82 steps: the last average is one step ago."""
+    done = topic("ddp_tuning", 2, *TWO, "--way=local_sgd")
+    assert 0 < float(re.findall(r"ranks apart (\S+)", done.out)[-1]) < 1
+    assert any(
+        not torch.equal(value, done.weights[1][name]) for name, value in done.weights[0].items()
+    )
+
+
+def test_unused_weights():
+    """The error is that of the second step; find_unused or a static graph is the answer."""
+    options = ["--epochs=1", "--unused=1", *FEW]
+    for way in ("plain", "fp16"):
+        wrong = fork("topics/ddp_tuning.py", 2, *options, f"--way={way}", "--timeout=20")
+        assert wrong.codes == [1, 1] and not wrong.checkpoint.exists()
+        assert (
+            wrong.err.count("RuntimeError: Expected to have finished reduction in the prior") == 2
+        )
+    for way in ("find_unused", "static_graph"):
+        done = topic("ddp_tuning", 2, *options, f"--way={way}")
+        assert_equal(done.weights[0], done.weights[1])
+    words = " ".join((ROOT / "topics/ddp_tuning.py").read_text().split())
+    assert '"Expected to have finished reduction in the prior iteration"' in words
+
+
+def test_ddp_tuning_refuses(epoch_of_02):
+    for options, message in (
+        (["--way=fast"], "no --way fast: use plain, bucket_view, static_graph, find_unused, fp16"),
+        (["--bucket-mb=0"], "--bucket-mb must be more than 0"),
+        (["--compare=nothing.pt"], "no such run in --compare nothing.pt: run 02_torchrun.py"),
+        ([f"--compare={epoch_of_02.checkpoint}", "--batch-size=32"], "no such run in --compare"),
+    ):
+        wrong = fork("topics/ddp_tuning.py", 1, *options)
+        assert wrong.codes == [2] and message in wrong.err and not wrong.checkpoint.exists()
