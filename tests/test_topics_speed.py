@@ -1,5 +1,6 @@
 """Topics about the speed of a step and about batch norm: the printed numbers prove the text."""
 
+import json
 import re
 import warnings
 from functools import partial
@@ -340,7 +341,7 @@ def test_ddp_tuning(way, all_reduces, size, off, epoch_of_02):
 
 
 def test_small_buckets(epoch_of_02):
-    """More all-reduces, the same bytes and sums. In the first step all is in one bucket, then in 7."""
+    """More all-reduces, the same bytes and sums. The first step has one bucket, the others 7."""
     options = ["--epochs=1", "--bucket-mb=0.0001", f"--compare={epoch_of_02.checkpoint}"]
     assert tuned(topic("ddp_tuning", 2, *options)) == (6.85, 4 * WEIGHTS, 0, 0)
 
@@ -400,3 +401,80 @@ def test_ddp_tuning_refuses(epoch_of_02):
     ):
         wrong = fork("topics/ddp_tuning.py", 1, *options)
         assert wrong.codes == [2] and message in wrong.err and not wrong.checkpoint.exists()
+
+
+# ---- profiling -----------------------------------------------------------------------------------
+
+
+def spans(done):
+    """Return {rank: ms a step: all, compute, communication, exposed, idle}."""
+    lines = re.findall(
+        r"^rank (\d) \| a step (\S+) ms \| compute (\S+) \| communication (\S+), exposed (\S+)"
+        r" \| idle (\S+)$",
+        done.out,
+        re.M,
+    )
+    return {int(rank): tuple(map(float, times)) for rank, *times in lines}
+
+
+def test_profiling(epoch_of_02, tmp_path):
+    """The parts add up, the traces hold five steps, and the numbers are those of 02."""
+    done = topic("profiling", 2, "--epochs=1", folder=tmp_path)
+    found = spans(done)
+    assert set(found) == {0, 1}
+    for rank, (whole, compute, communication, exposed, idle) in found.items():
+        assert 0 < compute < whole and 0 < communication < whole
+        assert 0 <= exposed <= communication + 0.002
+        assert idle >= -0.002 and compute + exposed + idle == pytest.approx(whole, abs=0.01)
+        events = json.loads((tmp_path / f"checkpoints/trace.{rank}.json").read_text())
+        names = [event["name"] for event in events["traceEvents"]]
+        assert names.count("gloo:all_reduce") == 5, "one bucket a step"
+        steps = [f"ProfilerStep#{number}" for number in range(7, 12)]
+        assert [name for name in names if name.startswith("ProfilerStep")] == steps
+    assert len(re.findall("^ *aten::convolution_backward ", done.out, re.M)) == 1, "rank 0's table"
+    assert_equal(done.state["weights"], epoch_of_02.state["weights"])
+
+
+def test_a_slow_rank_is_exposed_communication_of_the_others():
+    """Rank 1 sleeps 0.2 s before each backward pass: it is idle, and rank 0 waits for its sums."""
+    line = "            loss.backward()\n"
+    done = topic(
+        "profiling",
+        2,
+        "--epochs=1",
+        "--dataset=fake:1152",
+        "--image-size=28",
+        edit=lambda text: text.replace(line, f"            time.sleep(0.2 * rank)\n{line}"),
+    )
+    found = spans(done)
+    (*_, waits, idle), (*_, waits_less, idle_more) = found[0], found[1]
+    assert waits > 100 > waits_less and idle_more > 200 > 100 > idle, found
+
+
+def test_spans_of_a_gpu():
+    """Only what runs on the GPU counts. 5 steps; of 10 ms all-reduce 4 are behind the kernels."""
+    from topics.profiling import add_up
+
+    rows = [
+        ("kernel", "gemm", 1, 9),
+        ("kernel", "add", 8, 12),
+        ("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", 8, 18),
+        ("gpu_memcpy", "Memcpy HtoD", 20, 21),
+        ("user_annotation", "nccl:all_reduce", 0, 30),
+        ("gpu_user_annotation", "nccl:all_reduce", 8, 18),
+        ("cpu_op", "aten::mm", 0, 40),
+    ]
+    names = ("cat", "name", "ts", "dur")
+    events = [
+        dict(zip(names, (cat, name, start * 1e3, (end - start) * 1e3), strict=True))
+        for cat, name, start, end in rows
+    ]
+    trace = {"traceEvents": [*events, {"ph": "M", "name": "process_name"}]}
+    times = add_up(trace, torch.device("cuda"))
+    assert times == pytest.approx([20 / 5, 12 / 5, 10 / 5, 6 / 5])
+
+
+def test_profiling_refuses():
+    wrong = fork("topics/profiling.py", 1, "--batch-size=400")
+    assert wrong.codes == [2] and not wrong.checkpoint.exists()
+    assert "10 steps an epoch are too few: use a smaller --batch-size" in wrong.err
