@@ -1,0 +1,156 @@
+"""Topic: the settings of DDP, and what travels in a step: how many all-reduces, and how many bytes.
+
+plain         what 02 does; --bucket-mb is the size at which a bucket of gradients is sent
+bucket_view   gradients live in the buckets, and are not copied there
+static_graph  DDP learns the order of the gradients once
+find_unused   before each backward pass DDP looks for weights that get no gradient
+fp16, bf16    gradients travel in 16 bits
+powersgd      gradients travel as products of two thin matrices, of rank 2, after 20 plain steps
+local_sgd     after 20 plain steps each rank steps alone; every 4 steps the weights are averaged
+With --unused 1 the model has a layer that nothing uses. All but find_unused and static_graph then
+end in the second step: "Expected to have finished reduction in the prior iteration".
+
+The numbers of 02:          torchrun --standalone --nproc-per-node=2 02_torchrun.py
+Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.ddp_tuning \
+                                --way fp16 --compare checkpoints/02_torchrun.pt --checkpoint ''
+One process, or all GPUs:   the same with --nproc-per-node=1, or =gpu
+What changed:               diff -U0 -w 02_torchrun.py topics/ddp_tuning.py
+Budget: +63 -2 because it has eight ways in one file, and counts.
+"""
+
+import os
+import sys
+import time
+from argparse import Namespace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import parameters_to_vector
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+
+sys.path.append(os.getcwd())  # torchrun puts topics/ there; common.py is in the repo's root
+import common
+
+WAYS = {
+    "plain": {},
+    "bucket_view": {"gradient_as_bucket_view": True},
+    "static_graph": {"static_graph": True},
+    "find_unused": {"find_unused_parameters": True},
+    **dict.fromkeys(("fp16", "bf16", "powersgd", "local_sgd"), {}),
+}
+# A hook averages a bucket in the place of DDP. The default is what DDP does without one.
+HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+HOOKS |= {"powersgd": powerSGD_hook.powerSGD_hook}
+HOOKS |= {"local_sgd": localSGD_hook.post_localSGD_hook}
+sent, all_reduce = [], dist.all_reduce  # bytes of each all-reduce
+
+
+def counted(tensor, *args, **options):
+    sent.append(tensor.nbytes)
+    return all_reduce(tensor, *args, **options)
+
+
+dist.all_reduce = counted  # the hooks and the averager call it by this name
+
+
+def spread(model):
+    """All ranks: return the largest difference between the weights of any two ranks."""
+    low = parameters_to_vector(model.parameters()).detach()
+    high = low.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN)
+    dist.all_reduce(high, dist.ReduceOp.MAX)
+    return (high - low).max().item()
+
+
+@record  # a rank that fails reports its traceback to torchrun
+def main(args):
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = common.pick_device(rank)
+    backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
+    timeout = timedelta(seconds=args.timeout)  # the longest wait for a rank in a collective
+    dist.init_process_group(backend, timeout=timeout)
+    if rank == 0:
+        common.print_start(args, device)
+    torch.manual_seed(args.seed)
+    if args.way not in WAYS:
+        common.fail(f"no --way {args.way}: use {', '.join(WAYS)}")
+    if not args.bucket_mb > 0:
+        common.fail("--bucket-mb must be more than 0")
+    other = common.read_checkpoint(Namespace(checkpoint=args.compare)) or {}
+    if args.compare and any(other.get(name) != getattr(args, name) for name in common.SETTINGS):
+        common.fail(f"no such run in --compare {args.compare}: run 02_torchrun.py, as this one")
+
+    train_set, test_set = common.load_datasets(args)
+    options = common.loader_options(args, device)
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    batch = args.per_rank_batch
+    train_loader = DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
+    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
+    test_loader = DataLoader(test_shard, batch, **options)
+
+    model = common.build_model(args).to(device)
+    if args.unused:
+        next(model.children()).unused = torch.nn.Linear(2, 2, device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    state = common.read_checkpoint(args)
+    start_epoch = common.restore(state, args, model, optimizer)
+    settings = WAYS[args.way] | {"bucket_cap_mb": args.bucket_mb}
+    model = DDP(model, **settings)  # all ranks: takes the weights of rank 0
+    hook_state = None
+    if args.way == "powersgd":
+        hook_state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=20)
+    elif args.way == "local_sgd":
+        hook_state = localSGD_hook.PostLocalSGDState(None, None, 20, False)
+        averager = PeriodicModelAverager(period=4, warmup_steps=20)
+        optimizer = PostLocalSGDOptimizer(optimizer, averager)
+    model.register_comm_hook(hook_state, HOOKS.get(args.way, default_hooks.allreduce_hook))
+
+    for epoch in range(start_epoch, args.epochs):
+        # A new order each epoch, and the same order in every run with this seed.
+        sampler.set_epoch(epoch)
+        sums = torch.zeros(4, device=device)  # loss, samples, correct, tested
+        start = time.perf_counter()
+        model.train()
+        for images, labels in common.progress(train_loader, epoch):
+            images = images.to(device, non_blocking=True)
+            labels = labels.to(device, non_blocking=True)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            # Summed on the device: to read the loss at every step would stop the GPU each time.
+            sums[0] += loss.detach() * len(labels)
+            sums[1] += len(labels)
+        seconds = common.seconds_since(start, device)
+        steps, calls, size = len(train_loader), len(sent), sum(sent)
+        sums[2:] = common.evaluate(model.module, test_loader, device)
+        dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
+        apart = spread(model.module)
+        if rank == 0:
+            common.save_checkpoint(args, epoch + 1, model.module, optimizer)
+            common.log_epoch(args, epoch, sums, seconds)
+            print(
+                f"{args.way} | a step: {seconds / steps * 1e3:.3f} ms, {calls / steps:.2f}"
+                f" all-reduces, {size / steps:.0f} bytes | ranks apart {apart:.1e}",
+                flush=True,
+            )
+        sent.clear()
+    if other and rank == 0:
+        mine = model.module.state_dict()
+        off = max(
+            (mine[name].cpu() - value).abs().max() for name, value in other["weights"].items()
+        )
+        print(f"{args.way} | {off:.1e} from {args.compare} of {other['epochs']} epochs", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(common.parse_args("torchrun", way="plain", bucket_mb=25.0, unused=0, compare=""))

@@ -1,0 +1,150 @@
+"""Topic: batch norm on several ranks: statistics of each rank's part, or of the whole batch.
+
+local     what DDP leaves as it is: each rank normalizes with the statistics of its own images
+sync      torch's SyncBatchNorm, on GPUs only: statistics of all ranks, as one process has them
+by_hand   the same in a few lines, for any device: one all-reduce forward and one backward
+group     group norm: statistics of each image alone, so there is nothing to send
+Running statistics are buffers. Before each forward pass DDP sends those of rank 0 to the others;
+with --broadcast 0 it does not. With local statistics the ranks then test different models.
+
+Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.sync_batchnorm \
+                                --norm by_hand
+One process:                the same with --nproc-per-node=1
+All GPUs:                   the same with --nproc-per-node=gpu --norm sync
+What changed:               diff -U0 -w 02_torchrun.py topics/sync_batchnorm.py
+Budget: +55 -2 because torch has no synced batch norm for the CPU, so it is written out.
+"""
+
+import inspect
+import os
+import sys
+import time
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+
+sys.path.append(os.getcwd())  # torchrun puts topics/ there; common.py is in the repo's root
+import common
+
+
+class Sum(torch.autograd.Function):
+    """All ranks: a sum over the ranks. Its gradient is the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        tensor = tensor.clone()
+        dist.all_reduce(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Sum.forward(ctx, gradient)
+
+
+class BatchNormByHand(nn.BatchNorm2d):
+    """Batch norm over the batch of all ranks, which are equal parts. Tests as any other does."""
+
+    def forward(self, images):
+        if not self.training:
+            return super().forward(images)
+        moments = torch.stack([images.mean((0, 2, 3)), images.square().mean((0, 2, 3))])
+        mean, square = Sum.apply(moments) / dist.get_world_size()
+        variance = square - mean.square()
+        with torch.no_grad():
+            count = images.numel() // images.shape[1] * dist.get_world_size()
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * count / (count - 1), self.momentum)
+            self.num_batches_tracked += 1
+        scale = self.weight / (variance + self.eps).sqrt()
+        return images * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]
+
+
+NORMS = {"local": nn.BatchNorm2d, "sync": nn.BatchNorm2d, "by_hand": BatchNormByHand}
+NORMS |= {"group": partial(nn.GroupNorm, 8)}
+
+
+def statistics(model):
+    """Return one number for all running statistics."""
+    return sum(values.sum().item() for name, values in model.named_buffers() if "running" in name)
+
+
+@record  # a rank that fails reports its traceback to torchrun
+def main(args):
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = common.pick_device(rank)
+    backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
+    timeout = timedelta(seconds=args.timeout)  # the longest wait for a rank in a collective
+    dist.init_process_group(backend, timeout=timeout)
+    if rank == 0:
+        common.print_start(args, device)
+    torch.manual_seed(args.seed)
+    if args.norm not in NORMS:
+        common.fail(f"no --norm {args.norm}: use {', '.join(NORMS)}")
+    if args.norm == "sync" and device.type == "cpu":
+        common.fail("--norm sync (SyncBatchNorm) trains on GPUs only: use by_hand or group")
+    if args.model != "small" and args.norm not in ("local", "sync"):
+        common.fail(f"--norm {args.norm} is for --model small: use local or sync")
+
+    train_set, test_set = common.load_datasets(args)
+    options = common.loader_options(args, device)
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    batch = args.per_rank_batch
+    train_loader = DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
+    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
+    test_loader = DataLoader(test_shard, batch, **options)
+
+    model = common.build_model(args).to(device)
+    if args.model == "small":  # which has none of its own: one after each convolution
+        model.insert(1, NORMS[args.norm](16, device=device))
+        model.insert(5, NORMS[args.norm](32, device=device))
+    if args.norm == "sync":
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    state = common.read_checkpoint(args)
+    start_epoch = common.restore(state, args, model, optimizer)
+    name = "forward_sync_buffers"
+    if name not in inspect.signature(DDP).parameters:
+        name = "broadcast_buffers"  # its older name
+    model = DDP(model, **{name: bool(args.broadcast)})  # all ranks: takes the weights of rank 0
+
+    for epoch in range(start_epoch, args.epochs):
+        # A new order each epoch, and the same order in every run with this seed.
+        sampler.set_epoch(epoch)
+        sums = torch.zeros(4, device=device)  # loss, samples, correct, tested
+        start = time.perf_counter()
+        model.train()
+        for images, labels in common.progress(train_loader, epoch):
+            images = images.to(device, non_blocking=True)
+            labels = labels.to(device, non_blocking=True)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            # Summed on the device: to read the loss at every step would stop the GPU each time.
+            sums[0] += loss.detach() * len(labels)
+            sums[1] += len(labels)
+        seconds = common.seconds_since(start, device)
+        sums[2:] = common.evaluate(model.module, test_loader, device)
+        dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
+        if rank == 0:
+            common.save_checkpoint(args, epoch + 1, model.module, optimizer)
+            common.log_epoch(args, epoch, sums, seconds)
+    before = statistics(model.module)
+    with torch.no_grad():
+        model(test_set[:1][0].to(device))  # all ranks: DDP sends buffers here as well
+    words = (
+        f"running statistics {before:.6f}, after one more forward {statistics(model.module):.6f}"
+    )
+    print(f"rank {rank} | {args.norm} | {words}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(common.parse_args("torchrun", norm="local", broadcast=1))
