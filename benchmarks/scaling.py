@@ -79,13 +79,17 @@ def measure(work: dict, windows: int, extra: list[str], timeout: float = 600) ->
         if common.gpu_count():
             visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(devices)))
             env["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:devices])
+        start = time.perf_counter()
         if wrong := run(tour.commands(work["script"], devices, 1)[0] + options, env, timeout):
             return wrong
+        wall = time.perf_counter() - start
         log = [json.loads(line) for line in Path(folder, "log").read_text().splitlines()][1:]
         ranks = [
-            [json.loads(line) for line in path.read_text().splitlines()][1:]
+            [json.loads(line) for line in path.read_text().splitlines()]
             for path in sorted(Path(folder).glob("*.jsonl"))  # rank 0 first
         ]
+    epochs = sum(entry["seconds"] for entry in ranks[0])
+    ranks = [entries[1:] for entries in ranks]
     speeds = [entry["samples_per_second"] for entry in log]
     spread = [
         max(s) / min(s) for s in zip(*([e["seconds"] for e in r] for r in ranks), strict=True)
@@ -105,6 +109,8 @@ def measure(work: dict, windows: int, extra: list[str], timeout: float = 600) ->
         "max": round(max(speeds), 2),
         "straggler_ratio": round(statistics.median(spread), 4),
         "peak_memory_mb": round(max(e["peak_memory"] for r in ranks for e in r) / 2**20),
+        # All but the training: to start, to evaluate, to end.
+        "overhead_seconds": round(wall - epochs, 1),
         "device": first["device"],
         "backend": first["backend"],
         **machine.describe(),
@@ -114,10 +120,13 @@ def measure(work: dict, windows: int, extra: list[str], timeout: float = 600) ->
 def append(path: Path, row: dict) -> None:
     """Add a row; nothing that is in the file is ever changed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists() or not path.stat().st_size
-    with path.open("a", newline="") as file:
+    with path.open("a+", newline="") as file:
+        file.seek(0)
+        head = next(csv.reader(file), None)
+        if head and head != list(row):
+            sys.exit(f"{path} has other columns: {', '.join(head)}. Use another --csv")
         writer = csv.DictWriter(file, list(row), lineterminator="\n")
-        if new:
+        if not head:
             writer.writeheader()
         writer.writerow(row)
 

@@ -12,6 +12,7 @@ A generated part stands between <!-- generated: NAME --> and <!-- end -->, where
     gpu               the table of results/gpu_parity.json
     speed             the table of results/scaling.csv
     topics            the topics, as a table like the ladder's
+    strategies        the table of results/strategies.csv
 """
 
 import ast
@@ -179,6 +180,28 @@ def speed():
     return "\n".join(parts)
 
 
+def strategies():
+    """Return, a table for each machine and kind of work, memory and speed against rung 02."""
+    tables = {}
+    for row in figures.read(ROOT / "results" / "strategies.csv"):
+        work = f"{row['model']}, {row['image_size']} × {row['image_size']} pixels"
+        work += f", {row['per_rank_batch']} images a rank, {row['devices']} ranks. {where(row)}."
+        tables.setdefault(work, []).append(row)
+    parts = []
+    for work, rows in tables.items():
+        (plain,) = (row for row in rows if row["script"] == "02_torchrun.py")
+        lines = ["| script | memory of a rank | of 02's | speed, of 02's | start and end |"]
+        lines.append("|---|---|---|---|---|")
+        for row in rows:
+            share = row["peak_memory_mb"] / plain["peak_memory_mb"]
+            speed = row["samples_per_second"] / plain["samples_per_second"]
+            cells = [f"`{row['script']}` {row['options']}".strip(), f"{row['peak_memory_mb']} MB"]
+            cells += [f"{share:.2f}", f"{speed:.2f}", f"{row['overhead_seconds']:.0f} s"]
+            lines.append("| " + " | ".join(cells) + " |")
+        parts.append(work + "\n\n" + "\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
 def topics():
     """Return the topics as a table."""
     lines = ["| file | the one concept | variant of | lines of code |", "|---|---|---|---|"]
@@ -192,7 +215,7 @@ def topics():
 def fresh(text):
     """Return the text of a README with its generated parts made again."""
     make = {"picture": picture, "ladder": ladder, "diff": diff, "tour": tour, "topics": topics}
-    make |= {"gpu": gpu, "speed": speed}
+    make |= {"gpu": gpu, "speed": speed, "strategies": strategies}
 
     def part(match):
         name, *arguments = match[2].split()

@@ -177,6 +177,7 @@ def test_fsdp(reference, tmp_path):
     held = re.findall(r"^rank \d \| (\d+) of (\d+) weights$", done.out, re.M)
     assert len(held) == 2 and all(int(mine) < 0.6 * int(total) for mine, total in held)
 
+    topic("fsdp", 1, "--epochs=1", "--checkpoint=")  # and without any file
     alone = topic("fsdp", 1, "--epochs=3", folder=folder)
     whole = fork("02_torchrun.py", 2, "--epochs=3")
     assert [entry["epoch"] for entry in alone.epochs] == [1, 2, 3]

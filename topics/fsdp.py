@@ -65,7 +65,7 @@ def main(args):
     # Unlike DDP it sends no weights: they are equal because all ranks have the same seed.
     fully_shard(model, mp_policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-    folder = Path(args.checkpoint).with_suffix("")
+    folder = Path(args.checkpoint or "unused").with_suffix("")
     weights, momentum = get_state_dict(model, optimizer)
     state = {"weights": weights, "optimizer": momentum, "epochs": 0}
     if args.checkpoint and (folder / ".metadata").exists():

@@ -1,0 +1,74 @@
+"""What does each way to share out the work cost in memory and in time? Two or more ranks of each.
+
+    python benchmarks/strategies.py                    on what this machine has
+    python benchmarks/strategies.py --devices 2 --model vit_b_16 --image-size 224 --batch-size 128
+    python benchmarks/strategies.py --help             what else
+
+It runs rung 02 and, for the same work, the topics and Lightning's strategies. A row each goes to
+results/strategies.csv. The memory is the peak of the rank that took most: of tensors on a GPU, of
+the whole process (Python and torch as well) on the CPU.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+import scaling  # noqa: E402
+
+import common  # noqa: E402
+
+# script and its options; None: of the CPU, a GPU, or both
+WAYS = [
+    ("02_torchrun.py", "", None),
+    ("topics/ddp_by_hand.py", "", None),
+    ("topics/gradient_accumulation.py", "", None),
+    ("topics/ddp_tuning.py", "--way=bucket_view", None),
+    ("topics/ddp_tuning.py", "--way=bf16", None),
+    ("topics/ddp_tuning.py", "--way=powersgd", None),
+    ("topics/ddp_tuning.py", "--way=local_sgd", None),
+    ("topics/mixed_precision.py", "--precision=bf16", None),
+    ("topics/mixed_precision.py", "--precision=fp16", "cuda"),
+    ("topics/zero_optimizer.py", "", None),
+    ("topics/fsdp.py", "", None),
+    ("topics/deepspeed_zero.py", "--stage=1", None),
+    ("topics/deepspeed_zero.py", "--stage=3", None),
+    ("04_lightning.py", "--strategy=ddp", None),
+    ("04_lightning.py", "--strategy=ddp_spawn", "cpu"),
+    ("04_lightning.py", "--strategy=ddp_fork", "cpu"),
+    ("04_lightning.py", "--strategy=sync_once", None),
+    ("04_lightning.py", "--strategy=fsdp", "cuda"),
+    ("00b_data_parallel.py", "", "cuda"),
+]
+
+
+def main() -> None:
+    options = scaling.parser()
+    options.description, options.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    options.set_defaults(devices=[max(2, common.gpu_count())], windows=3)
+    options.add_argument("--model", default="wide")
+    options.add_argument("--only", nargs="+", help="the ways whose name holds one of these words")
+    options.add_argument("--csv", type=Path, default=ROOT / "results" / "strategies.csv")
+    args = options.parse_args()
+    device = "cuda" if common.gpu_count() else "cpu"
+    works = []
+    for devices in args.devices:
+        for script, option, where in WAYS:
+            name = f"{script} {option}"
+            if where not in (None, device) or not any(word in name for word in args.only or [""]):
+                continue
+            precision = option.partition("--precision=")[2]
+            work = {"script": script, "mode": "weak", "devices": devices, "model": args.model}
+            work |= {"precision": precision or ("tf32" if device == "cuda" else "fp32")}
+            work |= {"threads": args.threads[0]}
+            for column in ("image_size", "batch_size", "images", "num_workers"):
+                work[column] = getattr(args, column)
+            works.append((work, [*filter(None, [option]), *args.extra], {}))
+    if not works:
+        options.error(f"nothing to run: --only {' '.join(args.only)}")
+    scaling.run_all(works, args)
+
+
+if __name__ == "__main__":
+    main()
