@@ -13,6 +13,7 @@ A generated part stands between <!-- generated: NAME --> and <!-- end -->, where
     speed             the table of results/scaling.csv
     topics            the topics, as a table like the ladder's
     strategies        the table of results/strategies.csv
+    nequip            the table of results/nequip.json
 """
 
 import ast
@@ -212,10 +213,31 @@ def topics():
     return "\n".join(lines) + "\n"
 
 
+def nequip():
+    """Return the table of the runs of the case study, and where it was measured."""
+    record = json.loads((ROOT / "results" / "nequip.json").read_text())
+    lines = ["| run | optimizer steps | forces MAE, eV/Å | energy MAE of a cell, eV |"]
+    lines.append("|---|---|---|---|")
+    for name, run in record["runs"].items():
+        last = run["epochs"][-1]
+        cells = [name, str(run["steps"])]
+        cells += [f"{last['forces_mae']:.7f}", f"{last['total_energy_mae']:.7f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    one, two = (record["runs"][name]["epochs"] for name in ("1 rank", "2 ranks"))
+    apart = max(abs(b[n] / a[n] - 1) for a, b in zip(one, two, strict=True) for n in a)
+    names = ("nequip", "e3nn", "ase", "lightning")
+    versions = ", ".join(f"{name} {record['machine'][name]}" for name in names)
+    lines.append(f"\nErrors of the last epoch. {where(record['machine'])}, {versions}.")
+    lines.append(
+        f"\nLargest relative difference of 1 rank and 2 ranks, over all epochs: {apart:.0e}."
+    )
+    return "\n".join(lines) + "\n"
+
+
 def fresh(text):
     """Return the text of a README with its generated parts made again."""
     make = {"picture": picture, "ladder": ladder, "diff": diff, "tour": tour, "topics": topics}
-    make |= {"gpu": gpu, "speed": speed, "strategies": strategies}
+    make |= {"gpu": gpu, "speed": speed, "strategies": strategies, "nequip": nequip}
 
     def part(match):
         name, *arguments = match[2].split()
@@ -226,7 +248,8 @@ def fresh(text):
 
 def readmes():
     """Return the paths of all READMEs."""
-    return sorted([ROOT / "README.md", *ROOT.glob("[!.]*/README.md")])
+    folders = ("[!.]*", "case_studies/*")
+    return sorted([ROOT / "README.md", *(p for f in folders for p in ROOT.glob(f"{f}/README.md"))])
 
 
 def stale():
