@@ -135,8 +135,9 @@ def fork(
         source = edit(source)
         assert source != path.read_text(), "the edit changed nothing"
     argv = [f"--checkpoint={folder / 'checkpoint.pt'}", f"--log-json={folder / 'log.json'}", *argv]
-    by_torchrun = rung.startswith(("02", "03", "04")) or rung.startswith("topics")
-    if rung.startswith("01"):
+    spawns = "mp.spawn(" in source
+    by_torchrun = rung.startswith(("02", "03", "04", "topics")) and not spawns
+    if spawns:
         argv.insert(0, f"--nproc={world_size}")
     port, pids = common.free_port(), []
     for rank in range(world_size if by_torchrun else 1):

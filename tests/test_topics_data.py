@@ -1,0 +1,146 @@
+"""The topics about data prove their points: in memory once, graphs, fed by Dask."""
+
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import pytest
+import test_faults
+
+import common
+from ladder import TORCHRUN, fork, launch
+
+start = test_faults.start  # a fixture: it ends what is left of the processes
+PATIENCE = 200  # seconds; each of Dask's workers imports torch
+
+
+def assert_same_losses(mine: list[dict], reference: list[dict]) -> None:
+    assert len(mine) == len(reference) > 0
+    for ours, theirs in zip(mine, reference, strict=True):
+        assert ours["train_loss"] == pytest.approx(theirs["train_loss"], abs=5e-5)
+        assert ours["test_accuracy"] == theirs["test_accuracy"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("way", "ranks", "copies"), [("shared", 4, 1), ("copy", 2, 2), ("mmap", 4, 1)]
+)
+def test_shared_dataset(way, ranks, copies, tmp_path):
+    """Copies of the data in the memory of all ranks and their parent; the losses are 01's.
+
+    Forked ranks begin with their parent's memory, so only a file that they map can be counted.
+    """
+    options = ["--epochs=1", f"--way={way}"]
+    if way != "mmap":
+        checkpoint, log = f"--checkpoint={tmp_path}/a.pt", f"--log-json={tmp_path}/log"
+        command = [
+            sys.executable,
+            "-m",
+            "topics.shared_dataset",
+            f"--nproc={ranks}",
+            checkpoint,
+            log,
+        ]
+        done = launch(*command, *options)
+        assert done.returncode == 0, done.stderr
+        out, epochs = done.stdout, [json.loads(line) for line in (tmp_path / "log").open()]
+    else:
+        aside = partial(setattr, tempfile, "tempdir", str(tmp_path))  # other runs' files
+        done = fork("topics/shared_dataset.py", ranks, *options, before=aside)
+        assert done.codes == [0], done.err
+        out, epochs = done.out, done.epochs
+    text = rf"^{way}: {ranks} ranks and their parent hold (\S+) copies of the data \(4.0 MB\)$"
+    assert float(re.search(text, out, re.M)[1]) == pytest.approx(copies, abs=0.1)
+    assert_same_losses(epochs, fork("01_single_node_multi_gpu.py", 4, "--epochs=1").epochs)
+    assert not list(tmp_path.glob("data-*")), "the file has gone"
+
+
+def test_graph_dataset(tmp_path):
+    """Far above chance (a third), and the same at one and two ranks, which have 250 and 249 graphs
+    to test on. A finished run says so, and a checkpoint of another script is refused."""
+    pytest.importorskip("torch_geometric")
+    alone = fork("topics/graph_dataset.py", 1)
+    folder = tmp_path / "two"
+    both = fork("topics/graph_dataset.py", 2, folder=folder)
+    assert (alone.codes, both.codes) == ([0], [0, 0]), alone.err + both.err
+    assert_same_losses(both.epochs, alone.epochs)
+    last = both.epochs[-1]
+    assert last["test_samples"] == 499 and last["test_accuracy"] > 0.7 and last["train_loss"] < 0.6
+    assert "deprecated" not in both.err
+    again = fork("topics/graph_dataset.py", 2, folder=folder)
+    assert again.codes == [0, 0] and "has 5 epochs, nothing left to do" in again.out
+    more = fork("topics/graph_dataset.py", 1, "--epochs=6", folder=folder)
+    assert more.codes == [0] and more.epochs[-1]["epoch"] == 6
+    digits = fork("00_single_gpu.py", 1, "--epochs=1", "--dataset=fake:96", "--image-size=8")
+    wrong = fork("topics/graph_dataset.py", 1, f"--checkpoint={digits.checkpoint}")
+    assert wrong.codes == [2] and "was made with --model small" in wrong.err
+    wrong = fork("topics/graph_dataset.py", 1, "--dataset=MNIST")
+    assert wrong.codes == [2] and "has its own data set" in wrong.err
+
+
+DASK = ["-m", "topics.dask_data", "--workers=1", "--checkpoint="]
+FED = (
+    r"^{}: schedulers (\d+) \| Dask workers (\d+) \| ranks (\d+)"
+    r" \| (\S+) MB to ranks, (\S+) MB between nodes"
+)
+
+
+@pytest.mark.parametrize("clusters", ["job", "node", "rank"])
+def test_dask_data(clusters, start, tmp_path):
+    """One cluster for the job, one a node, or (the mistake) one a rank. The losses are 03's.
+
+    Two nodes on this machine, of one rank each; for the mistake, one node of two ranks.
+    """
+    pytest.importorskip("distributed")
+    options = [*DASK, "--epochs=1", f"--clusters={clusters}", f"--log-json={tmp_path}/log"]
+    if clusters == "rank":
+        jobs = [start(*TORCHRUN, "--standalone", "--nproc-per-node=2", *options)]
+    else:
+        node = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
+        node += [f"--rdzv-endpoint=localhost:{common.free_port()}", *options]
+        jobs = [start(*node), start(*node)]
+    codes = [job.end(PATIENCE) for job in jobs]
+    text = "".join(job.text for job in jobs)
+    assert not any(codes), text
+    *counts, fed, crossed = re.search(FED.format(clusters), text, re.MULTILINE).groups()
+    count = 1 if clusters == "job" else 2
+    assert counts == [str(count), str(count), "2"]
+    assert len(set(re.findall(r"^rank \d \| scheduler (\S+) ", text, re.MULTILINE))) == count
+    assert float(fed) == pytest.approx(4000 * (28 * 28 + 8) / 1e6, abs=0.01)  # bytes and int64s
+    assert float(crossed) == pytest.approx(float(fed) / 2 if clusters == "job" else 0, abs=0.01)
+    mine = [json.loads(line) for line in (tmp_path / "log").open()]
+    assert_same_losses(mine, fork("03_multinode.py", 2, "--epochs=1").epochs)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_dask_leaves_nothing_behind(start):
+    """The rank that made the cluster is killed. Dask's processes end with it: end() looks."""
+    pytest.importorskip("distributed")
+    job = start(*TORCHRUN, "--standalone", "--nproc-per-node=2", *DASK, "--epochs=1000")
+    job.until_it_says(r"epoch 1/")
+    ranks, workers = {}, []
+    for pid in job.processes():
+        command, environ = (Path(f"/proc/{pid}/{x}").read_bytes() for x in ("cmdline", "environ"))
+        found = re.search(rb"\0RANK=(\d)", environ)
+        if found and b"topics.dask_data" in command:
+            ranks[int(found[1])] = pid
+        elif b"spawn_main" in command:
+            workers.append(pid)
+    assert len(ranks) == 2 and workers
+    os.kill(ranks[0], signal.SIGKILL)
+    assert job.end() == 1, job.text
+
+
+def test_dask_refuses():
+    pytest.importorskip("distributed")
+    for options, message in {
+        "--clusters=all": "no --clusters all: use job, node or rank",
+        "--num-workers=1": "Dask's workers load the data",
+    }.items():
+        wrong = fork("topics/dask_data.py", 1, options)
+        assert wrong.codes == [2] and message in wrong.err
