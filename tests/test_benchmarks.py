@@ -115,6 +115,19 @@ def test_ladder_of_speed(tmp_path):
         check_speed(row)
 
 
+def test_strategies(tmp_path):
+    path = tmp_path / "strategies.csv"
+    options = ["--devices", 2, "--model", "small", "--only", "local_sgd", "--csv", path]
+    done = benchmark("strategies.py", *TINY, *options)
+    assert done.returncode == 0, done.stdout
+    (row,) = rows(path)
+    assert (row["script"], row["options"]) == ("topics/ddp_tuning.py", "--way=local_sgd")
+    check_speed(row)
+    path.write_text("another,table\n")
+    done = benchmark("strategies.py", *TINY, *options)
+    assert done.returncode == 1 and "has other columns: another, table" in done.stdout
+
+
 def test_allreduce(tmp_path):
     path = tmp_path / "allreduce.csv"
     options = ["--smallest", 1024, "--largest", 65536, "--windows", 3, "--csv", path]
