@@ -1,14 +1,22 @@
 """The topics about data prove their points: in memory once, graphs, fed by Dask."""
 
 import json
+import os
 import re
+import signal
 import sys
 import tempfile
 from functools import partial
+from pathlib import Path
 
 import pytest
+import test_faults
 
-from ladder import fork, launch
+import common
+from ladder import TORCHRUN, fork, launch
+
+start = test_faults.start  # a fixture: it ends what is left of the processes
+PATIENCE = 200  # seconds; each of Dask's workers imports torch
 
 
 def assert_same_losses(mine: list[dict], reference: list[dict]) -> None:
@@ -73,3 +81,66 @@ def test_graph_dataset(tmp_path):
     assert wrong.codes == [2] and "was made with --model small" in wrong.err
     wrong = fork("topics/graph_dataset.py", 1, "--dataset=MNIST")
     assert wrong.codes == [2] and "has its own data set" in wrong.err
+
+
+DASK = ["-m", "topics.dask_data", "--workers=1", "--checkpoint="]
+FED = (
+    r"^{}: schedulers (\d+) \| Dask workers (\d+) \| ranks (\d+)"
+    r" \| (\S+) MB to ranks, (\S+) MB between nodes"
+)
+
+
+@pytest.mark.parametrize("clusters", ["job", "node", "rank"])
+def test_dask_data(clusters, start, tmp_path):
+    """One cluster for the job, one a node, or (the mistake) one a rank. The losses are 03's.
+
+    Two nodes on this machine, of one rank each; for the mistake, one node of two ranks.
+    """
+    pytest.importorskip("distributed")
+    options = [*DASK, "--epochs=1", f"--clusters={clusters}", f"--log-json={tmp_path}/log"]
+    if clusters == "rank":
+        jobs = [start(*TORCHRUN, "--standalone", "--nproc-per-node=2", *options)]
+    else:
+        node = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
+        node += [f"--rdzv-endpoint=localhost:{common.free_port()}", *options]
+        jobs = [start(*node), start(*node)]
+    codes = [job.end(PATIENCE) for job in jobs]
+    text = "".join(job.text for job in jobs)
+    assert not any(codes), text
+    *counts, fed, crossed = re.search(FED.format(clusters), text, re.MULTILINE).groups()
+    count = 1 if clusters == "job" else 2
+    assert counts == [str(count), str(count), "2"]
+    assert len(set(re.findall(r"^rank \d \| scheduler (\S+) ", text, re.MULTILINE))) == count
+    assert float(fed) == pytest.approx(4000 * (28 * 28 + 8) / 1e6, abs=0.01)  # bytes and int64s
+    assert float(crossed) == pytest.approx(float(fed) / 2 if clusters == "job" else 0, abs=0.01)
+    mine = [json.loads(line) for line in (tmp_path / "log").open()]
+    assert_same_losses(mine, fork("03_multinode.py", 2, "--epochs=1").epochs)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_dask_leaves_nothing_behind(start):
+    """The rank that made the cluster is killed. Dask's processes end with it: end() looks."""
+    pytest.importorskip("distributed")
+    job = start(*TORCHRUN, "--standalone", "--nproc-per-node=2", *DASK, "--epochs=1000")
+    job.until_it_says(r"epoch 1/")
+    ranks, workers = {}, []
+    for pid in job.processes():
+        command, environ = (Path(f"/proc/{pid}/{x}").read_bytes() for x in ("cmdline", "environ"))
+        found = re.search(rb"\0RANK=(\d)", environ)
+        if found and b"topics.dask_data" in command:
+            ranks[int(found[1])] = pid
+        elif b"spawn_main" in command:
+            workers.append(pid)
+    assert len(ranks) == 2 and workers
+    os.kill(ranks[0], signal.SIGKILL)
+    assert job.end() == 1, job.text
+
+
+def test_dask_refuses():
+    pytest.importorskip("distributed")
+    for options, message in {
+        "--clusters=all": "no --clusters all: use job, node or rank",
+        "--num-workers=1": "Dask's workers load the data",
+    }.items():
+        wrong = fork("topics/dask_data.py", 1, options)
+        assert wrong.codes == [2] and message in wrong.err

@@ -1,0 +1,175 @@
+"""Topic: Dask feeds the ranks, from one cluster for all of them.
+
+Every rank runs the whole script, so each that calls LocalCluster() gets a cluster of its own. Here
+one rank makes it (--clusters job: rank 0; node: local rank 0 of each node; rank: all do, the
+mistake), its address goes to the others, and they connect to it as clients. Dask's workers read the
+data and keep it. In each epoch a rank takes its share of it, so the losses are 03's.
+
+Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.dask_data
+One process:                the same with --nproc-per-node=1
+All GPUs:                   the same with --nproc-per-node=gpu
+A cluster in each rank:     the same with --clusters rank
+What changed:               diff -U0 -w 03_multinode.py topics/dask_data.py
+Budget: +79 -5 because it counts schedulers, workers and bytes.
+"""
+
+import os
+import socket
+import sys
+import time
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
+
+sys.path.append(os.getcwd())  # torchrun puts topics/ there; common.py is in the repo's root
+import common
+
+try:
+    import dask
+    import dask.array as da
+    from distributed import Client, LocalCluster, wait
+    from distributed.utils import get_ip
+except ImportError:
+    common.fail("needs dask: pip install dask distributed")
+
+
+def read(args, rows):
+    """Read these rows of the training set: images and labels. Dask's workers call this."""
+    return [tensor[rows].numpy() for tensor in common.load_datasets(args)[0].tensors]
+
+
+def arrays(args, shape):
+    """Return the training set as Dask arrays, images of this shape and labels; nothing is read."""
+    lists = [], []
+    for first in range(0, args.train_size, 500):
+        rows = slice(first, min(first + 500, args.train_size))
+        part, n = dask.delayed(read, nout=2)(args, rows), rows.stop - rows.start
+        lists[0].append(da.from_delayed(part[0], (n, *shape), np.uint8))
+        lists[1].append(da.from_delayed(part[1], (n,), np.int64))
+    return [da.concatenate(parts) for parts in lists]
+
+
+class Share(IterableDataset):
+    """What the sampler gives this rank, in its order. Each epoch gets it from Dask at once."""
+
+    def __init__(self, args, client, sampler):
+        self.client, self.sampler, self.timeout = client, sampler, args.timeout
+        self.arrays = [client.get_dataset(name) for name in ("images", "labels")]
+        self.bytes = self.seconds = 0
+
+    def __len__(self):
+        return len(self.sampler)
+
+    def __iter__(self):
+        start, order = time.perf_counter(), list(self.sampler)
+        futures = self.client.compute([array[order] for array in self.arrays])
+        images, labels = (future.result(timeout=self.timeout) for future in futures)
+        self.bytes += images.nbytes + labels.nbytes
+        self.seconds += time.perf_counter() - start
+        return zip(images, labels, strict=True)
+
+
+@record  # a rank that fails reports its traceback to torchrun
+def main(args):
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = common.pick_device(local_rank)
+    print(f"rank {rank} | local rank {local_rank} | {socket.gethostname()} | {device}", flush=True)
+    backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
+    timeout = timedelta(seconds=args.timeout)  # the longest wait for a rank in a collective
+    dist.init_process_group(backend, timeout=timeout)
+    if rank == 0:
+        common.print_start(args, device)
+    torch.manual_seed(args.seed)
+
+    test_set = common.load_datasets(args)[1]
+    # The rank that makes this rank's cluster: itself, or another one.
+    maker = {"job": 0, "node": rank - local_rank, "rank": rank}[args.clusters]
+    start = time.perf_counter()
+    if rank == maker:  # the address is one that all nodes reach
+        host = get_ip(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        sizes = {"n_workers": args.workers, "threads_per_worker": 1, "death_timeout": args.timeout}
+        cluster = LocalCluster(host=host, processes=True, dashboard_address=":0", **sizes)
+        with Client(cluster, timeout=args.timeout) as client:
+            images, labels = client.persist(arrays(args, test_set.tensors[0].shape[1:]))
+            wait([images, labels], timeout=args.timeout)  # Dask's workers have read all of it
+            client.publish_dataset(images=images, labels=labels)
+    addresses = [None] * world_size
+    dist.all_gather_object(addresses, cluster.scheduler_address if rank == maker else None)
+    client = Client(addresses[maker], timeout=args.timeout)  # all ranks; it makes no cluster
+    ready = time.perf_counter() - start
+    print(f"rank {rank} | scheduler {addresses[maker]} of rank {maker}", flush=True)
+    options = common.loader_options(args, device)
+    sampler = DistributedSampler(range(args.train_size), seed=args.seed, drop_last=True)
+    batch = args.per_rank_batch
+    train_loader = DataLoader(Share(args, client, sampler), batch, drop_last=True, **options)
+    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
+    test_loader = DataLoader(test_shard, batch, **options)
+
+    model = common.build_model(args).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    # Rank 0 reads its own disk and tells the others: no rank may start at another epoch.
+    state = [common.read_checkpoint(args) if rank == 0 else None]
+    dist.broadcast_object_list(state)  # all ranks
+    start_epoch = common.restore(state[0], args, model, optimizer)
+    model = DDP(model)  # all ranks: takes the weights of rank 0
+
+    for epoch in range(start_epoch, args.epochs):
+        # A new order each epoch, and the same order in every run with this seed.
+        sampler.set_epoch(epoch)
+        sums = torch.zeros(4, device=device)  # loss, samples, correct, tested
+        start = time.perf_counter()
+        model.train()
+        for images, labels in common.progress(train_loader, epoch):
+            images = images.to(device, non_blocking=True)
+            labels = labels.to(device, non_blocking=True)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            # Summed on the device: to read the loss at every step would stop the GPU each time.
+            sums[0] += loss.detach() * len(labels)
+            sums[1] += len(labels)
+        seconds = common.seconds_since(start, device)
+        sums[2:] = common.evaluate(model.module, test_loader, device)
+        dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
+        if rank == 0:
+            common.save_checkpoint(args, epoch + 1, model.module, optimizer)
+            common.log_epoch(args, epoch, sums, seconds)
+
+    share, seen = train_loader.dataset, [None] * world_size
+    crossed = share.bytes if maker < rank - local_rank else 0  # its cluster is on another node
+    mine = client.scheduler_info()["id"], len(client.nthreads()), share.bytes, crossed
+    dist.all_gather_object(seen, (*mine, ready, share.seconds))
+    if rank == 0:
+        schedulers, (_, _, got, over, starts, waits) = (
+            {x[:2] for x in seen},
+            zip(*seen, strict=True),
+        )
+        text = f"{args.clusters}: schedulers {len(schedulers)}"
+        text += f" | Dask workers {sum(workers for _, workers in schedulers)} | ranks {world_size}"
+        text += f" | {sum(got) / 1e6:.2f} MB to ranks, {sum(over) / 1e6:.2f} MB between nodes"
+        print(f"{text} | ready in {max(starts):.1f} s | data {max(waits):.2f} s", flush=True)
+    client.close()
+    dist.barrier()  # all ranks: nobody needs the clusters any more
+    if rank == maker:
+        with Client(cluster, timeout=args.timeout) as client:
+            client.unpublish_dataset("images")
+            client.unpublish_dataset("labels")
+        cluster.close(timeout=args.timeout)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    args = common.parse_args("multinode", clusters="job", workers=2)
+    if args.clusters not in ("job", "node", "rank"):
+        common.fail(f"no --clusters {args.clusters}: use job, node or rank")
+    if args.num_workers or args.workers < 1:
+        common.fail("Dask's workers load the data: --workers 1 or more, and no --num-workers")
+    main(args)
