@@ -10,7 +10,7 @@ then the scale is there in backward and gone before the step. --precision fp32 h
 
 Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.mixed_precision
 One process:                the same with --nproc-per-node=1
-In float16, or neither:     the same with --precision fp16, or fp32
+In float16, or neither:     the same with --precision fp16, or fp32, and --checkpoint ''
 All GPUs:                   torchrun --standalone --nproc-per-node=gpu -m topics.mixed_precision \
                                 --model resnet50 --dataset fake --image-size 224
 What changed:               diff -U0 -w 02_torchrun.py topics/mixed_precision.py

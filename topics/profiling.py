@@ -48,7 +48,7 @@ def add_up(trace, device):
             span = event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3
             if "nccl" in event["name"] or event["name"].startswith("gloo:"):
                 communication.append(span)
-            elif event["cat"] != "user_annotation" and not event["name"].startswith("c10d::"):
+            elif event["cat"] != "user_annotation":
                 compute.append(span)
     both = compute + communication
     whole = max(end for _, end in both) - min(start for start, _ in both)

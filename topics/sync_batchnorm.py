@@ -8,7 +8,7 @@ Running statistics are buffers. Before each forward pass DDP sends those of rank
 with --broadcast 0 it does not. With local statistics the ranks then test different models.
 
 Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.sync_batchnorm \
-                                --norm by_hand
+                                --norm by_hand --checkpoint ''
 One process:                the same with --nproc-per-node=1
 All GPUs:                   the same with --nproc-per-node=gpu --norm sync
 What changed:               diff -U0 -w 02_torchrun.py topics/sync_batchnorm.py
