@@ -1,0 +1,226 @@
+"""Lightning's strategies, and the topics that are variants of rung 04."""
+
+import os
+import re
+import sys
+
+import pytest
+import torch
+
+import common
+from ladder import fork, launch, launcher_env
+
+TWO = ["--epochs=2"]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """Three epochs of rung 00."""
+    done = fork("00_single_gpu.py", 1, "--epochs=3")
+    assert len(done.epochs) == 3
+    return done.epochs
+
+
+def assert_epochs(epochs, reference):
+    """The losses of 00 to four decimals, and its accuracy exactly."""
+    assert [entry["epoch"] for entry in epochs] == [entry["epoch"] for entry in reference]
+    for ours, theirs in zip(epochs, reference, strict=True):
+        assert ours["train_loss"] == pytest.approx(theirs["train_loss"], abs=5e-5)
+        assert ours["test_accuracy"] == theirs["test_accuracy"]
+
+
+def by_hand():
+    """No launcher: Lightning makes the processes."""
+    for name in launcher_env(0, 1, "0"):
+        os.environ.pop(name, None)
+
+
+def fsdp_on_the_cpu():
+    """Lightning refuses it there; torch does not. So 04's own lines can be tried without GPUs."""
+    from lightning.pytorch.strategies import FSDPStrategy, StrategyRegistry
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    class OnTheCPU(FSDPStrategy):
+        def _setup_model(self, model):
+            return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
+
+    common._check_strategy = lambda *args, **options: None
+    StrategyRegistry["fsdp"]["strategy"] = OnTheCPU
+
+
+# ---- strategies of rung 04 -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_fork", "ddp_notebook", "sync_once", "fsdp"])
+def test_strategies(strategy, reference, tmp_path):
+    """One epoch, resumed for a second; its plain checkpoint goes on in 00."""
+    word = f"--strategy={strategy}"
+    for epochs in (1, 2):
+        if strategy in ("ddp_fork", "ddp_notebook"):
+            words = [word, "--devices=2", f"--epochs={epochs}"]
+            done = fork("04_lightning.py", 1, *words, folder=tmp_path, before=by_hand)
+        else:
+            before = fsdp_on_the_cpu if strategy == "fsdp" else None
+            words = [word, f"--epochs={epochs}"]
+            done = fork("04_lightning.py", 2, *words, folder=tmp_path, before=before)
+        assert not any(done.codes), done.err
+    assert done.out.count("world size 2 | batch 48 x 2 = 96") == 2
+    assert_epochs(done.epochs, reference[:2])
+    done = fork("00_single_gpu.py", 1, "--epochs=3", folder=tmp_path)
+    assert_epochs(done.epochs, reference)
+
+
+def test_ddp_spawn(reference, tmp_path):
+    """Processes that import the file again: for this one, nothing is forked."""
+    words = [f"--checkpoint={tmp_path / 'checkpoint.pt'}", "--epochs=2"]
+    done = launch(sys.executable, "04_lightning.py", "--devices=2", "--strategy=ddp_spawn", *words)
+    assert done.returncode == 0, done.stderr
+    for entry in reference[:2]:
+        assert f"train loss {entry['train_loss']:.4f} | test accuracy" in done.stdout
+    assert (tmp_path / "checkpoint.ckpt").exists()
+    done = fork("00_single_gpu.py", 1, "--epochs=3", folder=tmp_path)
+    assert_epochs(done.epochs, reference[2:])
+
+
+def test_strategies_that_cannot_work():
+    """One line that says why and what to use, before anything is started."""
+    known = "use ddp, ddp_spawn, ddp_fork, ddp_notebook, sync_once, fsdp, deepspeed_stage_2"
+    for strategy, launched, text in (
+        ("zero", False, f"no --strategy zero: {known}"),
+        ("fsdp", False, "fsdp is for GPUs only in Lightning: use torchrun -m topics.fsdp"),
+        ("deepspeed_stage_2", False, "GPUs only in Lightning: use torchrun -m topics.zero_optim"),
+        ("ddp_spawn", True, "ddp_spawn makes its own processes: start it with python, or use ddp"),
+        ("ddp_notebook", True, "ddp_notebook makes its own processes"),
+    ):
+        before = None if launched else by_hand
+        done = fork("04_lightning.py", 1, f"--strategy={strategy}", before=before)
+        assert done.codes == [2] and text in done.err, done.err
+        assert done.err.count("\n") == 1 and not done.out, done.err
+
+
+def test_deepspeed_is_looked_for_before_the_start():
+    def gpus_without_deepspeed():
+        common.gpu_count, common.find_spec = lambda: 2, lambda name: None
+
+    done = fork("04_lightning.py", 1, "--strategy=deepspeed_stage_2", before=gpus_without_deepspeed)
+    assert done.codes == [2] and "needs deepspeed: pip install deepspeed" in done.err
+
+
+def test_no_question_before_each_batch():
+    """Lightning's own one reads a flag back from the GPU."""
+
+    def refuse_the_question():
+        from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+
+        def asked(self):
+            raise AssertionError("asked")
+
+        assert _TrainingEpochLoop._broadcast_sigterm_tensor  # else there is nothing to spare
+        _TrainingEpochLoop._broadcast_sigterm_tensor = asked
+
+    done = fork("04_lightning.py", 2, "--epochs=1", before=refuse_the_question)
+    assert done.codes == [0, 0] and len(done.epochs) == 1, done.err
+
+
+# ---- topics/sync_once.py -------------------------------------------------------------------------
+
+KEEP = """
+    def on_train_batch_end(self, *_):
+        now = {name: value.clone() for name, value in self.state_dict().items()}
+        self.kept = [*getattr(self, "kept", []), now]
+        torch.save(self.kept, f"kept.{self.global_rank}")
+
+    def configure_optimizers(self):"""
+
+
+def each_step(strategy, folder, *changes, trainer=""):
+    """Return (rank 0's, rank 1's) weights after each of six batches."""
+
+    def edit(source):
+        six = f"limit_train_batches=6, {trainer}"
+        for old, new in (
+            ("\n    def configure_optimizers(self):", KEEP),
+            ('**kind["init_params"]', f'{find_unused}**kind["init_params"]'),
+            ("logger=False,", f"logger=False, {six}"),
+            ("self.model.compile(", "(lambda **_: None)("),
+            *changes,
+        ):
+            assert old in source, old
+            source = source.replace(old, new)
+        return source
+
+    find_unused = "find_unused_parameters=True, " if any("rank" in c[1] for c in changes) else ""
+    words = [f"--strategy={strategy}", "--epochs=1"]
+    done = fork("topics/sync_once.py", 2, *words, folder=folder / strategy, edit=edit)
+    assert not any(done.codes), done.err
+    kept = [torch.load(folder / strategy / f"kept.{rank}") for rank in range(2)]
+    assert len(kept[0]) == len(kept[1]) == 6
+    return kept, done
+
+
+# Another last layer on rank 1: the layer is there on both, and each uses its own
+UNUSED = (
+    "common.build_model(args)\n",
+    "common.build_model(args); self.extra = torch.nn.Linear(10, 10); "
+    "self.never = torch.nn.Linear(2, 2)\n",
+)
+USE = ("self.model(images)", "self.out(self.model(images), batch_index)")
+OUT = (
+    "    def on_train_start(self):",
+    "    def out(self, logits, batch_index):\n"
+    "        mine = self.global_rank == 1 and batch_index in (1, 2)\n"
+    "        return self.extra(logits) if mine else logits\n\n"
+    "    def on_train_start(self):",
+)
+ALL = ("torch.optim.SGD(self.model.parameters()", "torch.optim.SGD(self.parameters()")
+FROZEN = (UNUSED[0], "common.build_model(args); self.model[0].requires_grad_(False)\n")
+OTHER_START = ("torch.manual_seed(args.seed)", "torch.manual_seed(int(os.environ['RANK']))")
+CASES = {
+    "plain": ([], "", 6),
+    "weights of rank 0": ([OTHER_START], "", 6),
+    "accumulation": ([], "accumulate_grad_batches=2,", 3),
+    "accumulation with a rest": ([], "accumulate_grad_batches=4,", 2),
+    "frozen": ([FROZEN], "", 6),
+    "unused on a rank": ([UNUSED, USE, OUT, ALL], "", 6),
+    "clipping": ([], "gradient_clip_val=0.05,", 6),
+    "clipping values": ([], "gradient_clip_val=0.001, gradient_clip_algorithm='value',", 6),
+    "all": (
+        [(UNUSED[0], UNUSED[1][:-1] + "; self.model[0].requires_grad_(False)\n"), USE, OUT, ALL],
+        "accumulate_grad_batches=2, gradient_clip_val=0.05,",
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sync_once_is_ddp(case, tmp_path):
+    """The same weights as DDP's on both ranks after each batch, with one all-reduce a step."""
+    changes, trainer, steps = CASES[case]
+    ddp, _ = each_step("ddp", tmp_path, *changes, trainer=trainer)
+    ours, done = each_step("sync_once", tmp_path, *changes, trainer=trainer)
+    assert f"{steps} all-reduces of gradients in {steps} steps" in done.out
+    for batch in range(6):
+        for name, value in ddp[0][batch].items():
+            for rank in range(2):
+                torch.testing.assert_close(ours[rank][batch][name], value, rtol=0, atol=1e-6)
+    moved = ddp[0][-1]["model.9.weight"] - ddp[0][0]["model.9.weight"]
+    assert moved.abs().max() > 1e-4
+    if "extra.weight" in ddp[0][0]:
+        assert not torch.equal(ddp[0][0]["extra.weight"], ddp[0][-1]["extra.weight"])
+        assert torch.equal(ddp[0][0]["never.weight"], ddp[0][-1]["never.weight"])
+
+
+# Weights for several buckets, and a single step
+WIDE = ["--model=wide", "--dataset=fake:96", "--image-size=16", "--epochs=1", "--checkpoint="]
+
+
+def test_sync_once_compiles_the_plain_model():
+    """DDP cuts a model that fills more than a bucket. This strategy leaves it whole."""
+    found = {}
+    for strategy in ("ddp", "sync_once"):
+        done = fork("topics/sync_once.py", 2, f"--strategy={strategy}", *WIDE)
+        assert done.codes == [0, 0], done.err
+        found[strategy] = re.search(r"(\d+) compiled pieces, (\d+) graph breaks", done.out).groups()
+        losses = done.epochs[0]["train_loss"]
+    assert found == {"ddp": ("2", "0"), "sync_once": ("1", "0")}
+    assert losses > 0
