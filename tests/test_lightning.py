@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import common
-from ladder import fork, launch, launcher_env
+from ladder import TORCHRUN, fork, launch, launcher_env
 
 TWO = ["--epochs=2"]
 
@@ -224,3 +224,42 @@ def test_sync_once_compiles_the_plain_model():
         losses = done.epochs[0]["train_loss"]
     assert found == {"ddp": ("2", "0"), "sync_once": ("1", "0")}
     assert losses > 0
+
+
+# ---- topics/lightning_launch.py ------------------------------------------------------------------
+
+NAMES = ["MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE"]
+
+
+def processes(*command):
+    """Return, for each process in the order of its line: (id, parent's id, variables, arguments)."""
+    done = launch(*command, "--epochs=1", "--checkpoint=")
+    assert done.returncode == 0 and done.stdout.count("epoch 1/1") == 1, done.stderr
+    lines = re.findall(r"^process (\d+), child of (\d+) \| (.*?) \| (.*)$", done.stdout, re.M)
+    assert len(lines) == 2
+    assert lines[0][3].split()[1:] == lines[1][3].split()[1:]
+    variables = [dict(word.split("=") for word in line[2].split()) for line in lines]
+    assert all(list(found) == NAMES for found in variables)
+    return lines, variables
+
+
+def test_lightning_starts_the_script_again():
+    """From the first process, which has no rank yet; the second has one, and the same words."""
+    words = ["--devices=2", "--lr=0.04"]
+    lines, variables = processes(sys.executable, "-m", "topics.lightning_launch", *words)
+    (first, _, _, words), (_, parent, _, others) = lines
+    assert parent == first
+    assert words == others and "lightning_launch.py --devices=2 --lr=0.04" in words
+    assert set(variables[0].values()) == {"-"}
+    port = variables[1].pop("MASTER_PORT")
+    expected = {"MASTER_ADDR": "127.0.0.1", "NODE_RANK": "0", "LOCAL_RANK": "1", "RANK": "-"}
+    assert port.isdigit() and variables[1] == expected | {"WORLD_SIZE": "2"}
+
+
+def test_torchrun_has_started_all_before():
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "-m", "topics.lightning_launch"]
+    lines, variables = processes(*command)
+    assert lines[0][1] == lines[1][1] not in (lines[0][0], lines[1][0]), "torchrun is the parent"
+    assert {found["LOCAL_RANK"] for found in variables} == {"0", "1"}
+    assert all(found["RANK"] == found["LOCAL_RANK"] for found in variables)
+    assert all(found["WORLD_SIZE"] == "2" for found in variables)
