@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -232,7 +233,7 @@ NAMES = ["MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD
 
 
 def processes(*command):
-    """Return, for each process in the order of its line: (id, parent's id, variables, arguments)."""
+    """Return the lines (process, parent, variables, arguments), and the variables as dicts."""
     done = launch(*command, "--epochs=1", "--checkpoint=")
     assert done.returncode == 0 and done.stdout.count("epoch 1/1") == 1, done.stderr
     lines = re.findall(r"^process (\d+), child of (\d+) \| (.*?) \| (.*)$", done.stdout, re.M)
@@ -263,3 +264,77 @@ def test_torchrun_has_started_all_before():
     assert {found["LOCAL_RANK"] for found in variables} == {"0", "1"}
     assert all(found["RANK"] == found["LOCAL_RANK"] for found in variables)
     assert all(found["WORLD_SIZE"] == "2" for found in variables)
+
+
+# ---- topics/lightning_logging.py -----------------------------------------------------------------
+
+
+def hits(done, size=997):
+    """Return, for each of the test samples, whether the weights in the checkpoint are right."""
+    args = SimpleNamespace(model="small", channels=1, image_size=28, dataset="digits")
+    model = common.build_model(args).eval()
+    model.load_state_dict(done.state["weights"])
+    images, labels = common.load_datasets(args)[1][:size]
+    with torch.no_grad():
+        return (model(images).argmax(dim=1) == labels).tolist()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_logging(world_size):
+    """Only the sums are exact: sync_dist divides by a mean of the ranks' counts, cut to a whole."""
+    done = fork("topics/lightning_logging.py", world_size, "--epochs=1")
+    assert not any(done.codes), done.err
+    found = dict(re.findall(r"^(\w+) +(\d+\.\d{4})%", done.out, re.M))
+    right = hits(done)
+    shares = [right[rank::world_size] for rank in range(world_size)]
+
+    def synced(shares):
+        mean = sum(map(sum, shares)) / len(shares)
+        return mean / (sum(map(len, shares)) // len(shares))
+
+    expected = {"rank_zero_only": sum(shares[0]) / len(shares[0]), "sync_dist": synced(shares)}
+    expected |= {"sync_dist_group": synced(shares[::2]), "sums": sum(right) / 997}
+    assert found == {name: f"{value:.4%}"[:-1] for name, value in expected.items()}
+    assert len({found["rank_zero_only"], found["sync_dist"], found["sums"]}) == 3
+    assert f", {sum(right)} of 997" in done.out
+    assert done.epochs[0]["test_accuracy"] == pytest.approx(sum(right) / 997)
+    plain, with_sync = re.search(
+        r"takes (\S+) ms a step, with sync_dist (\S+) ms", done.out
+    ).groups()
+    assert float(plain) > 0 and float(with_sync) > 0
+
+
+def test_what_sync_dist_costs_is_collectives():
+    """A barrier and an all-reduce a step, for a log that asks for them."""
+
+    def count():
+        calls = []
+        for name in ("all_reduce", "barrier"):
+            function = getattr(torch.distributed, name)
+
+            def counted(*args, name=name, function=function, **options):
+                calls.append(name)
+                return function(*args, **options)
+
+            setattr(torch.distributed, name, counted)
+        show = common.log_epoch
+
+        def log_epoch(*args):
+            print("collectives:", calls.count("all_reduce"), calls.count("barrier"))
+            show(*args)
+
+        common.log_epoch = log_epoch
+
+    counts = []
+    for edit in (None, lambda text: text.replace("loss, sync_dist=True", "loss")):
+        done = fork("topics/lightning_logging.py", 2, "--epochs=1", before=count, edit=edit)
+        counts.append([int(x) for x in re.search(r"collectives: (\d+) (\d+)", done.out).groups()])
+    assert [a - b for a, b in zip(*counts, strict=True)] == [41, 41]
+
+
+def test_the_deadlock_ends_and_says_why():
+    words = ["--epochs=1", "--deadlock=1", "--timeout=5"]
+    done = fork("topics/lightning_logging.py", 2, *words)
+    assert done.codes[0] == 2 and done.codes[1] != 0 and not done.epochs
+    assert "rank 0 waited in self.log, for ranks that do not call it" in done.err
+    assert "Timed out waiting 5000ms" in done.err
