@@ -1,5 +1,6 @@
 """Lightning's strategies, and the topics that are variants of rung 04."""
 
+import io
 import os
 import re
 import sys
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import common
-from ladder import TORCHRUN, fork, launch, launcher_env
+from ladder import ROOT, TORCHRUN, fork, launch, launcher_env, without_launcher
 
 TWO = ["--epochs=2"]
 
@@ -338,3 +339,82 @@ def test_the_deadlock_ends_and_says_why():
     assert done.codes[0] == 2 and done.codes[1] != 0 and not done.epochs
     assert "rank 0 waited in self.log, for ranks that do not call it" in done.err
     assert "Timed out waiting 5000ms" in done.err
+
+
+# ---- topics/lightning_validation.py --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_validation(world_size):
+    done = fork("topics/lightning_validation.py", world_size, "--epochs=1")
+    assert not any(done.codes), done.err
+    lines = re.findall(r"^(padded|one device|exact) +(\d+) of (\d+) = (\S+)%$", done.out, re.M)
+    found = {way: (int(correct), int(tested)) for way, correct, tested, _ in lines}
+    assert all(f"{int(c) / int(t):.4%}" == f"{share}%" for _, c, t, share in lines)
+    right = hits(done)
+    padded = -(-997 // world_size) * world_size  # the sampler begins again at the first samples
+    expected = {"padded": (sum(right) + sum(right[: padded - 997]), padded)}
+    assert found == expected | {"one device": (sum(right), 997), "exact": (sum(right), 997)}
+    assert world_size == 1 or padded > 997
+
+
+def test_validation_started_by_lightning():
+    """The second Trainer must not start processes, nor ask for those of the first."""
+    command = [sys.executable, "-m", "topics.lightning_validation", "--devices=2", "--epochs=1"]
+    done = launch(*command, "--checkpoint=")
+    assert done.returncode == 0, done.stderr
+    ways = re.findall(r"^(padded|one device|exact) +\d+ of (\d+)", done.stdout, re.M)
+    assert ways == [("padded", "998"), ("one device", "997"), ("exact", "997")]
+
+
+# ---- topics/lightning_debugging.py ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
+def test_a_debugger_on_rank_0_in_lightning(launcher):
+    """A line from each rank; then rank 0's prompt, in its own step, and at its end c goes on."""
+    pexpect = pytest.importorskip("pexpect")
+    command = [sys.executable, "-m", "topics.lightning_debugging"]
+    if launcher == "torchrun":
+        command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "-m", command[-1]]
+    environ = without_launcher(os.environ) | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    words = [*command[1:], "--epochs=1", "--checkpoint=", "--timeout=60", "--at=2"]
+    options = {"cwd": ROOT, "env": environ, "timeout": 60, "encoding": "utf8"}
+    child = pexpect.spawn(command[0], words, **options)
+    child.logfile_read = screen = io.StringIO()
+    try:
+        child.expect(r"\(Pdb\)")
+        child.sendline("print('here is', self.global_rank, 'of', self.trainer.world_size)")
+        child.expect("here is 0 of 2")
+        child.sendline("print('batch', batch_index, 'has', len(labels))")
+        child.expect("batch 2 has 48")
+        child.sendline("c")
+        child.expect("epoch 1/1 .*train loss")
+        child.expect(pexpect.EOF)
+        child.close()
+        assert child.exitstatus == 0
+    finally:
+        child.close(force=True)
+    for rank in range(2):
+        assert re.search(rf"rank {rank} \| batch 2 \| loss \d\.\d+", screen.getvalue())
+        assert f"rank {rank} | behind the barrier" in screen.getvalue()
+
+
+def test_the_others_wait_for_the_debugger():
+    """Rank 1 is behind the barrier only after rank 0 has left its breakpoint."""
+
+    def slow_breakpoint():
+        def wait():
+            common.time.sleep(2)
+            print("leaves the breakpoint", common.time.monotonic(), flush=True)
+
+        sys.breakpointhook = wait
+
+    def edit(text):
+        return text.replace('behind the barrier"', 'behind {time.monotonic()}"')
+
+    done = fork("topics/lightning_debugging.py", 2, "--epochs=1", edit=edit, before=slow_breakpoint)
+    assert done.codes == [0, 0], done.err
+    left = float(re.search(r"leaves the breakpoint (\S+)", done.out)[1])
+    behind = re.findall(r"rank \d \| behind (\S+)", done.out)
+    assert len(behind) == 2 and all(float(moment) > left for moment in behind)
