@@ -1,10 +1,8 @@
 """Rung 04: the same in Lightning, which owns the loop, the devices, the ranks and the launch.
 
-It starts the other processes itself, or finds that torchrun or srun has started them.
-
 All GPUs, or 2 processes on the CPU:    python 04_lightning.py
-As many processes as you like:          python 04_lightning.py --devices 4
-Started by torchrun:                    torchrun --standalone --nproc-per-node=2 04_lightning.py
+More processes, another strategy:       python 04_lightning.py --devices 4 --strategy ddp_spawn
+Started by torchrun, or so by srun:     torchrun --standalone --nproc-per-node=2 04_lightning.py
 What changed (look at it side by side): diff -y -w 03_multinode.py 04_lightning.py
 """
 
@@ -19,8 +17,7 @@ from pathlib import Path
 import lightning as L
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import common
@@ -44,13 +41,13 @@ class Classifier(L.LightningModule):
         self.test_loader = DataLoader(test_shard, batch, **options)
         return DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
 
-    def on_fit_start(self):
+    def on_train_start(self):
         if self.global_rank == 0:
             common.print_start(self.args, self.device)
-
-    def on_train_start(self):
         # Not Lightning's handler: it broadcasts, to a rank that may be waiting for this one.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # So no rank need ask before each batch if one was told to stop: a GPU would wait for that.
+        self.trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
     def on_train_epoch_start(self):  # Lightning has called sampler.set_epoch
         self.sums = torch.zeros(4, device=self.device)  # loss, samples, correct, tested
@@ -65,15 +62,21 @@ class Classifier(L.LightningModule):
         return loss
 
     def on_train_epoch_end(self):
-        args, epoch = self.args, self.current_epoch
+        args, epoch, strategy = self.args, self.current_epoch, self.trainer.strategy
         seconds = common.seconds_since(self.start, self.device)
-        # Not Lightning's validation loop: it runs through DDP, which needs as many batches on each
-        # rank, so its sampler repeats samples to fill up. This way each sample counts once.
-        self.sums[2:] = common.evaluate(self.model, self.test_loader, self.device)
-        sums = self.trainer.strategy.reduce(self.sums, reduce_op="sum")  # all ranks call this
-        if self.global_rank == 0:
-            common.save_checkpoint(args, epoch + 1, self.model, self.optimizers().optimizer)
-            common.log_epoch(args, epoch, sums, seconds)
+        # All ranks: with fsdp each holds a share of weights and momentum, and gathers the whole.
+        momentum = strategy.optimizer_state(self.optimizers().optimizer)
+        with FSDP.summon_full_params(self.trainer.model, writeback=False):
+            # Not Lightning's validation loop: it runs through DDP, which needs as many batches on
+            # each rank, so its sampler repeats samples to fill up. Here each sample counts once.
+            self.sums[2:] = common.evaluate(self.model, self.test_loader, self.device)
+            sums = strategy.reduce(self.sums, reduce_op="sum")  # all ranks call this
+            if self.global_rank == 0:
+                optimizer = self.configure_optimizers()  # a plain one, for the whole weights
+                if "deepspeed" not in args.strategy:  # its momentum is in Lightning's file only
+                    optimizer.load_state_dict(momentum)
+                common.save_checkpoint(args, epoch + 1, self.model, optimizer)
+                common.log_epoch(args, epoch, sums, seconds)
 
 
 def main(args):
@@ -87,15 +90,15 @@ def main(args):
     path = Path(args.checkpoint or "unused").with_suffix(".ckpt")  # Lightning's own, to resume from
     if state and not path.exists():
         common.fail(f"{args.checkpoint} is of another rung, and Lightning goes on from {path} only")
-    own = ModelCheckpoint(path.parent, path.stem, enable_version_counter=False)
-    strategy = args.strategy
-    if strategy == "ddp":
-        strategy = DDPStrategy(timeout=timedelta(seconds=args.timeout))
+    own = L.pytorch.callbacks.ModelCheckpoint(path.parent, path.stem, enable_version_counter=False)
+    if args.strategy == "sync_once":
+        import topics.sync_once  # noqa: F401  a strategy of our own: it tells Lightning its name
+    kind = L.pytorch.strategies.StrategyRegistry[args.strategy]
     trainer = L.Trainer(
         accelerator="gpu" if common.gpu_count() else "cpu",
         devices=args.devices,
         num_nodes=args.num_nodes,
-        strategy=strategy,
+        strategy=kind["strategy"](timeout=timedelta(seconds=args.timeout), **kind["init_params"]),
         precision=args.precision,
         max_epochs=args.epochs,
         use_distributed_sampler=False,  # we bring our own
@@ -105,8 +108,6 @@ def main(args):
         enable_model_summary=False,
         logger=False,
     )
-    # Before each batch it would ask whether rank 0 got a SIGTERM, and that stops the GPU.
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
     trainer.fit(Classifier(args), ckpt_path=path if args.checkpoint and path.exists() else None)
 
 

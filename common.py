@@ -12,6 +12,7 @@ import sys
 import time
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -142,6 +143,8 @@ def parse_args(launcher: str = "python", **options: int | float | str) -> Namesp
     alone = "SLURM_STEP_ID" not in env and not by_torchrun
     if launcher == "lightning" and alone and int(env.get("SLURM_NTASKS", 1)) > 1:
         fail("waits for the other tasks of the Slurm job: start it with srun python, not python")
+    if launcher == "lightning":
+        _check_strategy(args.strategy, started=by_torchrun or tasks > 1)
     name, _, size = args.dataset.partition(":")
     if name not in DATASETS or (size and not (name == "fake" and size.isdigit() and int(size))):
         fail(f"no --dataset {args.dataset}: use {', '.join(DATASETS)} or fake:N")
@@ -188,6 +191,21 @@ def parse_args(launcher: str = "python", **options: int | float | str) -> Namesp
     args.rung, args.effective_batch = Path(sys.argv[0]).name, args.batch_size
     args.per_rank_batch = args.batch_size // args.world_size
     return args
+
+
+def _check_strategy(name: str, started: bool) -> None:
+    """Refuse a strategy of Lightning's that cannot work. started: a launcher made the processes."""
+    forks = ("ddp_spawn", "ddp_fork", "ddp_notebook")
+    known = ("ddp", *forks, "sync_once", "fsdp", "deepspeed_stage_2")
+    if name not in known:
+        fail(f"no --strategy {name}: use {', '.join(known)}")
+    if name in forks and started:
+        fail(f"--strategy {name} makes its own processes: start it with python, or use ddp")
+    if name in known[-2:] and not gpu_count():
+        other = "topics.fsdp" if name == "fsdp" else "topics.zero_optimizer"
+        fail(f"--strategy {name} is for GPUs only in Lightning: use torchrun -m {other}, or ddp")
+    if name == "deepspeed_stage_2" and not find_spec("deepspeed"):
+        fail("--strategy deepspeed_stage_2 needs deepspeed: pip install deepspeed")
 
 
 # ---- data, model, evaluation ---------------------------------------------------------------------
