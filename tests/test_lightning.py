@@ -56,6 +56,8 @@ def fsdp_on_the_cpu():
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork", "ddp_notebook", "sync_once", "fsdp"])
 def test_strategies(strategy, reference, tmp_path):
     """One epoch, resumed for a second; its plain checkpoint goes on in 00."""
+    if strategy == "fsdp" and torch.__version__.split(".")[:2] == ["2", "9"]:
+        pytest.skip("torch 2.9 crashes where Lightning itself gathers CPU weights for its .ckpt")
     word = f"--strategy={strategy}"
     for epochs in (1, 2):
         if strategy in ("ddp_fork", "ddp_notebook"):
@@ -144,7 +146,7 @@ def each_step(strategy, folder, *changes, trainer=""):
             ("\n    def configure_optimizers(self):", KEEP),
             ('**kind["init_params"]', f'{find_unused}**kind["init_params"]'),
             ("logger=False,", f"logger=False, {six}"),
-            ("self.model.compile(", "(lambda **_: None)("),
+            ("self.compiled[0](images)", "self.model(images)"),
             *changes,
         ):
             assert old in source, old

@@ -540,20 +540,3 @@ def test_a_failed_rank_of_01_shows_its_traceback(tmp_path):
     assert result.returncode != 0
     assert "ValueError: rank 1 fails on purpose" in result.stderr
     assert "Process 1 terminated" in result.stderr
-
-
-def test_lightning_does_not_broadcast_at_each_step():
-    """It would, to ask for a SIGTERM on rank 0, and a GPU would wait for that at each step."""
-
-    def count():
-        broadcast = torch.distributed.broadcast
-
-        def counted(*args, **kwargs):
-            print("a broadcast", flush=True)
-            return broadcast(*args, **kwargs)
-
-        torch.distributed.broadcast = counted
-
-    done = fork("04_lightning.py", 2, "--epochs=1", "--devices=2", before=count)
-    assert done.codes == [0, 0] and done.epochs, done.err
-    assert done.out.count("a broadcast") < 10  # of 41 steps on two ranks
