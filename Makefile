@@ -15,7 +15,7 @@ tour: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pip install -q -r requirements-extras.txt
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 figures: $(INSTALLED)
 	$(BIN)/python notebooks/figures.py
