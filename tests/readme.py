@@ -186,7 +186,7 @@ def strategies():
     tables = {}
     for row in figures.read(ROOT / "results" / "strategies.csv"):
         work = f"{row['model']}, {row['image_size']} × {row['image_size']} pixels"
-        work += f", {row['per_rank_batch']} images a rank, {row['devices']} ranks. {where(row)}."
+        work += f", {row['per_rank_batch']} images a rank, ranks: {row['devices']}. {where(row)}."
         tables.setdefault(work, []).append(row)
     parts = []
     for work, rows in tables.items():
