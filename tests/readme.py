@@ -13,6 +13,7 @@ A generated part stands between <!-- generated: NAME --> and <!-- end -->, where
     speed             the table of results/scaling.csv
     topics            the topics, as a table like the ladder's
     strategies        the table of results/strategies.csv
+    restarts          the table of results/restarts.csv
     nequip            the table of results/nequip.json
 """
 
@@ -203,6 +204,25 @@ def strategies():
     return "\n".join(parts)
 
 
+def restarts():
+    """Return how many runs of topics/crash.py end well, with the setting and without."""
+    rows = figures.read(ROOT / "results" / "restarts.csv")
+    lines = [
+        "| | setting | runs that finish | from the kill to the new start line, median and range |"
+    ]
+    lines.append("|---|---|---|---|")
+    kinds = sorted({(row["device"], -row["setting"], row["processes"]) for row in rows})
+    for device, setting, processes in kinds:
+        some = [row for row in rows if (row["device"], row["processes"]) == (device, processes)]
+        some = [row for row in some if row["setting"] == -setting]
+        back = [row["back_after"] for row in some if row["back_after"] != ""]
+        words = f"{statistics.median(back):.1f} s, {min(back):.1f} to {max(back):.1f} s"
+        cells = [f"{processes} ranks; {where(some[0])}", "with" if setting else "without"]
+        cells += [f"{sum(row['finished'] for row in some)} of {len(some)}", words]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def topics():
     """Return the topics as a table."""
     lines = ["| file | the one concept | variant of | lines of code |", "|---|---|---|---|"]
@@ -238,6 +258,7 @@ def fresh(text):
     """Return the text of a README with its generated parts made again."""
     make = {"picture": picture, "ladder": ladder, "diff": diff, "tour": tour, "topics": topics}
     make |= {"gpu": gpu, "speed": speed, "strategies": strategies, "nequip": nequip}
+    make |= {"restarts": restarts}
 
     def part(match):
         name, *arguments = match[2].split()

@@ -128,6 +128,14 @@ def test_strategies(tmp_path):
     assert done.returncode == 1 and "has other columns: another, table" in done.stdout
 
 
+def test_restarts(tmp_path):
+    done = benchmark("restarts.py", "--runs", 1, "--csv", tmp_path / "restarts.csv")
+    assert done.returncode == 0, done.stdout
+    (row,) = rows(tmp_path / "restarts.csv")
+    assert (row["finished"], row["restarts"], row["setting"]) == ("1", "1", "1")
+    assert float(row["back_after"]) > 0.5  # to import torch takes as long
+
+
 def test_allreduce(tmp_path):
     path = tmp_path / "allreduce.csv"
     options = ["--smallest", 1024, "--largest", 65536, "--windows", 3, "--csv", path]
