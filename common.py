@@ -144,6 +144,9 @@ def parse_args(launcher: str = "python", **options: int | float | str) -> Namesp
     if launcher == "lightning" and alone and int(env.get("SLURM_NTASKS", 1)) > 1:
         fail("waits for the other tasks of the Slurm job: start it with srun python, not python")
     if launcher == "lightning":
+        shell = not by_torchrun and env.get("SLURM_JOB_NAME") in ("bash", "interactive")
+        if shell and tasks > 1:  # by these names Lightning knows a shell, where it starts ranks
+            fail(f"each of {tasks} tasks would train alone: use srun --job-name=train python")
         _check_strategy(args.strategy, started=by_torchrun or tasks > 1)
     name, _, size = args.dataset.partition(":")
     if name not in DATASETS or (size and not (name == "fake" and size.isdigit() and int(size))):
@@ -169,6 +172,13 @@ def parse_args(launcher: str = "python", **options: int | float | str) -> Namesp
     else:
         on_node = getattr(args, "nproc", getattr(args, "devices", 1))
         args.world_size = on_node * getattr(args, "num_nodes", 1)
+    started = env.get("WORLD_SIZE" if by_torchrun else "SLURM_NTASKS")
+    if launcher == "lightning" and started and not shell:
+        # Or Lightning would raise, or train with fewer ranks than the batch has been split for.
+        nodes = options["num_nodes"]  # those of the launcher
+        if (int(started), nodes) != (args.world_size, args.num_nodes):
+            asked = f"--devices {args.devices} on --num-nodes {args.num_nodes}"
+            fail(f"{asked}, but {started} ranks have been started on {nodes}: make them equal")
     if on_node > (gpus := gpu_count()) > 0:
         fail(f"{on_node} processes for {gpus} GPUs: start {gpus} (CUDA_VISIBLE_DEVICES= for CPU)")
     if args.batch_size % args.world_size:

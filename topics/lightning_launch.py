@@ -13,7 +13,6 @@ What changed:               diff -U0 -w 04_lightning.py topics/lightning_launch.
 
 import logging
 import os
-import signal
 import sys
 import time
 from datetime import timedelta
@@ -50,8 +49,8 @@ class Classifier(L.LightningModule):
     def on_train_start(self):
         if self.global_rank == 0:
             common.print_start(self.args, self.device)
-        # Not Lightning's handler: it broadcasts, to a rank that may be waiting for this one.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # Not Lightning's handlers: they wait, for a rank that may be waiting for this one.
+        self.trainer._signal_connector.teardown()
         # So no rank need ask before each batch if one was told to stop: a GPU would wait for that.
         self.trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 

@@ -1,0 +1,135 @@
+"""Rung 04 in a Slurm job: what Lightning makes of Slurm's variables, and how a job goes on."""
+
+import json
+import re
+import time
+
+import pytest
+from test_lightning import assert_epochs, by_hand
+from test_slurm import cluster  # noqa: F401  a fixture: skips without Slurm, but never in CI
+
+from ladder import ROOT, fork, launcher_env
+
+FILE = ROOT / "slurm" / "04_lightning.sbatch"
+TWO_TASKS = ["--gpus-per-node=0", "--cpus-per-task=1", "--nodes=1", "--ntasks-per-node=2"]
+NOT_SRUN = "waits for the other tasks of the Slurm job: start it with srun python, not python"
+NOT_EQUAL = "--devices {} on --num-nodes {}, but {} ranks have been started on {}: make them equal"
+SHELL = "each of 2 tasks would train alone: use srun --job-name=train python"
+TORCHRUNS = "srun has started it 2 times on 1 nodes: use --ntasks-per-node=1"
+
+
+def job(tasks, nodes=1, name="train", step=True, **more):
+    """Return the variables that tell Lightning or us of Slurm, as the first task has them."""
+    env = {"JOB_ID": "1", "JOB_NAME": name, "NTASKS": tasks, "NNODES": nodes}
+    env |= {"PROCID": 0, "LOCALID": 0, "NODEID": 0} | more
+    if step:
+        env |= {"STEP_ID": 0, "STEP_NUM_TASKS": tasks, "STEP_NUM_NODES": nodes}
+    return {f"SLURM_{name}": str(value) for name, value in env.items()}
+
+
+@pytest.mark.parametrize(
+    "env, options, line",
+    [
+        (job(2, NTASKS_PER_NODE=2), ["--devices=3"], NOT_EQUAL.format(3, 1, 2, 1)),
+        (job(4, 2, NTASKS_PER_NODE=2), ["--devices=4"], NOT_EQUAL.format(4, 2, 4, 2)),
+        (job(4, 2, NTASKS_PER_NODE=2), ["--devices=4", "--num-nodes=1"], "on --num-nodes 1, but 4"),
+        # sbatch --wrap "python 04_lightning.py": one rank, with half of the batch
+        (job(1, step=False), [], NOT_EQUAL.format(2, 1, 1, 1)),
+        (job(2, step=False, NTASKS_PER_NODE=2), [], NOT_SRUN),
+        (job(2, 2, "interactive", step=False, NTASKS_PER_NODE=1), [], NOT_SRUN),
+        (job(2, name="interactive", NTASKS_PER_NODE=2), [], SHELL),
+        (job(2, name="bash", NTASKS_PER_NODE=2), [], SHELL),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(env, options, line):
+    done = fork("04_lightning.py", 1, *options, env=env, before=by_hand)
+    assert done.codes == [2] and not done.out, done.out
+    assert line in done.err and done.err.count("\n") == 1, done.err
+
+
+@pytest.mark.parametrize("options", [["--devices=3"], ["--num-nodes=2"]])
+def test_torchrun_has_started_as_many_as_it_has(options):
+    done = fork("04_lightning.py", 1, *options, env=launcher_env(0, 1, "0"))
+    assert done.codes == [2] and "but 1 ranks have been started on 1:" in done.err, done.err
+
+
+def test_the_same_lines_in_a_real_job(cluster):  # noqa: F811
+    """That the variables are those of the test above, and that nothing waits."""
+    srun = "srun --kill-on-bad-exit=1"
+    torchrun = "torchrun --standalone --nproc-per-node=1"
+    commands = {
+        NOT_SRUN: "python 04_lightning.py",
+        NOT_EQUAL.format(3, 1, 2, 1): f"{srun} python 04_lightning.py --devices 3",
+        SHELL: f"SLURM_JOB_NAME=interactive {srun} python 04_lightning.py",
+        TORCHRUNS: f"{srun} {torchrun} 04_lightning.py",
+    }
+    script = cluster.logs / "refused.sh"
+    lines = [f'{command}; echo "code $?"' for command in commands.values()]
+    script.write_text("\n".join(["#!/bin/bash", *lines]))
+    state, _, log = cluster.run(script, TWO_TASKS)
+    assert state == "COMPLETED", log
+    for line in commands:
+        assert re.search(rf"^04_lightning.py: {re.escape(line)}$", log, re.M), log
+    codes = re.findall(r"^code (\d+)$", log, re.M)
+    assert len(codes) == 4 and "0" not in codes, log
+    assert "epoch 1" not in log and "ValueError" not in log, log
+
+
+@pytest.fixture(scope="module")
+def reference():
+    done = fork("00_single_gpu.py", 1, "--epochs=3")
+    assert len(done.epochs) == 3
+    return done.epochs
+
+
+def logged(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_torchrun_on_each_node(cluster, reference):  # noqa: F811
+    """Lightning believes torchrun, not Slurm, which counts two tasks for four ranks."""
+    log = cluster.logs / "torchrun.jsonl"
+    text = (ROOT / "slurm" / "03_multinode.sbatch").read_text()
+    script = cluster.logs / "torchrun.sbatch"
+    script.write_text(text.replace("03_multinode.py", "04_lightning.py"))
+    options = ["--gpus-per-node=0", "--cpus-per-task=2"]
+    training = ["--epochs=1", "--checkpoint=", f"--log-json={log}"]
+    state, code, text = cluster.run(script, options, training)
+    assert (state, code) == ("COMPLETED", "0:0"), text
+    assert text.count("04_lightning.py | world size 4 | batch 24 x 4 = 96") == 1, text
+    assert_epochs(logged(log), reference[:1])
+
+
+def test_an_interactive_shell_of_one_task(cluster, reference):  # noqa: F811
+    """Lightning starts the ranks itself, as on a machine without Slurm."""
+    log = cluster.logs / "shell.jsonl"
+    training = ["--epochs=1", "--checkpoint=", f"--log-json={log}"]
+    command = ["salloc", "--nodes=1", "--ntasks=1", "python", "04_lightning.py", *training]
+    done = cluster.slurm("exec", *command)
+    assert done.returncode == 0 and "world size 2 | batch 48 x 2 = 96" in done.stdout, done.stdout
+    assert_epochs(logged(log), reference[:1])
+
+
+def test_back_to_the_queue(cluster, reference, tmp_path):  # noqa: F811
+    """requeue.sbatch with rung 04: USR1 in the second epoch, which the job then does again.
+
+    Lightning's own answer to USR1, which is off, would save hpc_ckpt_1.ckpt and may hang.
+    """
+    checkpoint, log = tmp_path / "x.pt", tmp_path / "log"
+    text = (ROOT / "slurm" / "requeue.sbatch").read_text()
+    script = tmp_path / "requeue.sbatch"
+    script.write_text(text.replace("-m topics.preemption", "04_lightning.py"))
+    training = ["--epochs=3", f"--checkpoint={checkpoint}", f"--log-json={log}"]
+    job = cluster.submit(script, TWO_TASKS, training)
+    deadline = time.monotonic() + 90
+    while not (log.exists() and log.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(0.3)  # into the second epoch
+    assert cluster.slurm("exec", "scancel", "--signal=USR1", job).returncode == 0
+    state, code, text = cluster.wait(job)
+    assert (state, code) == ("COMPLETED", "0:0"), text
+    assert "stopped as asked (exit code 138), back to the queue" in text, text
+    assert "restart 1 of this job" in text and re.search(r"has \d epochs, going on", text), text
+    assert_epochs(logged(log), reference)
+    assert not [*tmp_path.glob("hpc_ckpt*"), *ROOT.glob("hpc_ckpt*")]
