@@ -42,11 +42,8 @@ if sys.platform == "win32":  # torch for Windows has no libuv, and its rendezvou
 
 def rank() -> int:
     """Return this process's rank, 0 where it is alone: rank 0 prints and writes files."""
-    return (
-        dist.get_rank()
-        if dist.is_initialized()
-        else int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0)))
-    )
+    told = (os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+    return dist.get_rank() if dist.is_initialized() else int(next(filter(None, told), 0))
 
 
 def fail(message: str) -> NoReturn:

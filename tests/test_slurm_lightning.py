@@ -110,15 +110,18 @@ def test_an_interactive_shell_of_one_task(cluster, reference):  # noqa: F811
     assert_epochs(logged(log), reference[:1])
 
 
-def test_back_to_the_queue(cluster, reference, tmp_path):  # noqa: F811
-    """requeue.sbatch with rung 04: USR1 in the second epoch, which the job then does again.
+@pytest.mark.parametrize("way", ["USR1", "scontrol requeue"])
+def test_back_to_the_queue(way, cluster, reference, tmp_path):  # noqa: F811
+    """In the second epoch, which the job then does again; USR1 with the launcher of requeue.sbatch.
 
     Lightning's own answer to USR1, which is off, would save hpc_ckpt_1.ckpt and may hang.
     """
     checkpoint, log = tmp_path / "x.pt", tmp_path / "log"
-    text = (ROOT / "slurm" / "requeue.sbatch").read_text()
-    script = tmp_path / "requeue.sbatch"
-    script.write_text(text.replace("-m topics.preemption", "04_lightning.py"))
+    script = FILE
+    if way == "USR1":
+        text = (ROOT / "slurm" / "requeue.sbatch").read_text()
+        script = tmp_path / "requeue.sbatch"
+        script.write_text(text.replace("-m topics.preemption", "04_lightning.py"))
     training = ["--epochs=3", f"--checkpoint={checkpoint}", f"--log-json={log}"]
     job = cluster.submit(script, TWO_TASKS, training)
     deadline = time.monotonic() + 90
@@ -126,10 +129,13 @@ def test_back_to_the_queue(cluster, reference, tmp_path):  # noqa: F811
         assert time.monotonic() < deadline
         time.sleep(0.1)
     time.sleep(0.3)  # into the second epoch
-    assert cluster.slurm("exec", "scancel", "--signal=USR1", job).returncode == 0
+    command = ["scancel", "--signal=USR1"] if way == "USR1" else way.split()
+    assert cluster.slurm("exec", *command, job).returncode == 0
     state, code, text = cluster.wait(job)
     assert (state, code) == ("COMPLETED", "0:0"), text
-    assert "stopped as asked (exit code 138), back to the queue" in text, text
-    assert "restart 1 of this job" in text and re.search(r"has \d epochs, going on", text), text
+    if way == "USR1":
+        assert "stopped as asked (exit code 138), back to the queue" in text, text
+        assert "restart 1 of this job" in text, text
+    assert len(re.findall(r"has \d epochs, going on", text)) == 1, text
     assert_epochs(logged(log), reference)
     assert not [*tmp_path.glob("hpc_ckpt*"), *ROOT.glob("hpc_ckpt*")]
