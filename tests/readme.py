@@ -189,16 +189,19 @@ def strategies():
         work = f"{row['model']}, {row['image_size']} × {row['image_size']} pixels"
         work += f", {row['per_rank_batch']} images a rank, ranks: {row['devices']}. {where(row)}."
         tables.setdefault(work, []).append(row)
-    parts = []
+    parts, numbers = [], ("peak_memory_mb", "samples_per_second", "overhead_seconds")
     for work, rows in tables.items():
-        (plain,) = (row for row in rows if row["script"] == "02_torchrun.py")
+        ways = {}  # of rows of the same way the median counts
+        for row in rows:
+            ways.setdefault((row["script"], row["options"]), []).append([row[n] for n in numbers])
+        for way, found in ways.items():
+            ways[way] = [statistics.median(column) for column in zip(*found, strict=True)]
+        plain = ways["02_torchrun.py", ""]
         lines = ["| script | memory of a rank | of 02's | speed, of 02's | start and end |"]
         lines.append("|---|---|---|---|---|")
-        for row in rows:
-            share = row["peak_memory_mb"] / plain["peak_memory_mb"]
-            speed = row["samples_per_second"] / plain["samples_per_second"]
-            cells = [f"`{row['script']}` {row['options']}".strip(), f"{row['peak_memory_mb']} MB"]
-            cells += [f"{share:.2f}", f"{speed:.2f}", f"{row['overhead_seconds']:.0f} s"]
+        for (script, options), (memory, speed, overhead) in ways.items():
+            cells = [f"`{script}` {options}".strip(), f"{memory:.0f} MB"]
+            cells += [f"{memory / plain[0]:.2f}", f"{speed / plain[1]:.2f}", f"{overhead:.0f} s"]
             lines.append("| " + " | ".join(cells) + " |")
         parts.append(work + "\n\n" + "\n".join(lines) + "\n")
     return "\n".join(parts)
