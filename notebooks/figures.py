@@ -993,10 +993,10 @@ def main() -> None:
     args = parser.parse_args()
     plt.switch_backend("svg")
     args.out.mkdir(parents=True, exist_ok=True)
-    steps = best(read(args.results / "overlap.jsonl"))
+    steps = read(args.results / "overlap.jsonl")
     drawn = {
         "scaling.svg": speedup(best(read(args.results / "scaling.csv"))),
-        "overlap.svg": overlap(steps, most=2),
+        "overlap.svg": overlap(steps, most=3),
     }
     for name, figure in drawn.items():
         if figure:
