@@ -386,7 +386,7 @@ def test_a_debugger_on_rank_0_while_the_others_wait():
     words = [*CLINIC, "--case=breakpoint", "--timeout=60"]
     child = pexpect.spawn(words[0], words[1:], cwd=ROOT, env=environ, timeout=HANG, encoding="utf8")
     try:
-        child.expect(r"\(Pdb\)")
+        child.expect(r"Pdb\)")
         child.sendline("print('here is', rank, 'of', world_size)")
         child.expect("here is 0 of 2")
         child.sendline("c")

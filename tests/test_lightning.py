@@ -379,13 +379,13 @@ def test_a_debugger_on_rank_0_in_lightning(launcher):
     command = [sys.executable, "-m", "topics.lightning_debugging"]
     if launcher == "torchrun":
         command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "-m", command[-1]]
-    environ = without_launcher(os.environ) | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environ = without_launcher(os.environ) | {"OMP_NUM_THREADS": "1"}
     words = [*command[1:], "--epochs=1", "--checkpoint=", "--timeout=60", "--at=2"]
     options = {"cwd": ROOT, "env": environ, "timeout": 60, "encoding": "utf8"}
     child = pexpect.spawn(command[0], words, **options)
     child.logfile_read = screen = io.StringIO()
     try:
-        child.expect(r"\(Pdb\)")
+        child.expect(r"Pdb\)")  # rank 1's line may come between it and its first bracket
         child.sendline("print('here is', self.global_rank, 'of', self.trainer.world_size)")
         child.expect("here is 0 of 2")
         child.sendline("print('batch', batch_index, 'has', len(labels))")
