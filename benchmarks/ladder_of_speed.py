@@ -35,13 +35,10 @@ def main() -> None:
         for count in range(len(args.parts) + 1):
             on = args.parts[:count]
             off = ",".join(part for part in PARTS if part not in on)
-            work = {"script": "topics/fast.py", "mode": "weak", "devices": devices}
-            work |= {"model": args.model, "threads": args.threads[0]}
-            work |= {"precision": next((p for p in ("bf16", "tf32") if p in on), "fp32")}
-            for name in ("image_size", "batch_size", "images", "num_workers"):
-                work[name] = getattr(args, name)
+            own = {"script": "topics/fast.py", "devices": devices, "model": args.model}
+            own |= {"precision": next((p for p in ("bf16", "tf32") if p in on), "fp32")}
             extra, added = [f"--without={off}", *args.extra], on[-1] if on else ""
-            works.append((work, extra, {"added": added}))
+            works.append((scaling.work_of(args, **own), extra, {"added": added}))
     scaling.run_all(works, args)
 
 

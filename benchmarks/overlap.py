@@ -154,10 +154,8 @@ def main() -> None:
             spans, network, compute = kernels(trace)
         else:
             spans = [((b["start"] - zero) * 1e3, (b["end"] - zero) * 1e3) for b in buckets]
-            network, compute = (
-                spans,
-                [(0, spans[-1][0]), (result["backward_end_ms"], result["step_ms"])],
-            )
+            network = spans
+            compute = [(0, spans[-1][0]), (result["backward_end_ms"], result["step_ms"])]
         sizes = [bucket["bytes"] for bucket in buckets]
         assert len(spans) == len(sizes), f"{len(spans)} all-reduces for {len(sizes)} buckets"
         result["buckets"] = [

@@ -133,6 +133,16 @@ def append(path: Path, row: dict) -> None:
         writer.writerow(row)
 
 
+def work_of(args: argparse.Namespace, **own: str | int) -> dict:
+    """Return what measure() takes as work: own, and from the options what all rows share."""
+    names = ("image_size", "batch_size", "images", "num_workers")
+    return {
+        "mode": "weak",
+        "threads": args.threads[0],
+        **{n: getattr(args, n) for n in names},
+    } | own
+
+
 def run_all(works: list[tuple[dict, list[str], dict]], args: argparse.Namespace) -> NoReturn:
     """Measure and record row by row, with a progress line each; exit with 1 if one has failed.
 
@@ -200,11 +210,9 @@ def main() -> None:
                         if script.startswith("00") and alone and devices > 1:
                             continue
                         for threads in args.threads:
-                            work = {"script": script, "mode": mode, "devices": devices}
-                            work |= {"model": model, "precision": precision, "threads": threads}
-                            names = ("image_size", "batch_size", "images", "num_workers")
-                            work |= {name: getattr(args, name) for name in names}
-                            works.append((work, args.extra, {}))
+                            own = {"script": script, "mode": mode, "devices": devices}
+                            own |= {"model": model, "precision": precision, "threads": threads}
+                            works.append((work_of(args, **own), args.extra, {}))
     run_all(works, args)
 
 

@@ -19,7 +19,7 @@ import scaling  # noqa: E402
 
 import common  # noqa: E402
 
-# script and its options; None: of the CPU, a GPU, or both
+# script, its options, and the device that it is for (None: any)
 WAYS = [
     ("02_torchrun.py", "", None),
     ("topics/ddp_by_hand.py", "", None),
@@ -59,12 +59,10 @@ def main() -> None:
             if where not in (None, device) or not any(word in name for word in args.only or [""]):
                 continue
             precision = option.partition("--precision=")[2]
-            work = {"script": script, "mode": "weak", "devices": devices, "model": args.model}
-            work |= {"precision": precision or ("tf32" if device == "cuda" else "fp32")}
-            work |= {"threads": args.threads[0]}
-            for column in ("image_size", "batch_size", "images", "num_workers"):
-                work[column] = getattr(args, column)
-            works.append((work, [*filter(None, [option]), *args.extra], {}))
+            own = {"script": script, "devices": devices, "model": args.model}
+            own |= {"precision": precision or ("tf32" if device == "cuda" else "fp32")}
+            extra = [*filter(None, [option]), *args.extra]
+            works.append((scaling.work_of(args, **own), extra, {}))
     if not works:
         options.error(f"nothing to run: --only {' '.join(args.only)}")
     scaling.run_all(works, args)

@@ -214,10 +214,8 @@ def restarts():
         "| | setting | runs that finish | from the kill to the new start line, median and range |"
     ]
     lines.append("|---|---|---|---|")
-    kinds = sorted({(row["device"], -row["setting"], row["processes"]) for row in rows})
-    for device, setting, processes in kinds:
-        some = [row for row in rows if (row["device"], row["processes"]) == (device, processes)]
-        some = [row for row in some if row["setting"] == -setting]
+    kinds = figures.by(rows, ("device", "processes", "setting"))
+    for (_, processes, setting), some in kinds.items():
         back = [row["back_after"] for row in some if row["back_after"] != ""]
         words = f"{statistics.median(back):.1f} s, {min(back):.1f} to {max(back):.1f} s"
         cells = [f"{processes} ranks; {where(some[0])}", "with" if setting else "without"]

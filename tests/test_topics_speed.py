@@ -7,18 +7,12 @@ from functools import partial
 
 import pytest
 import torch
+from test_topics import TWO, reference, topic  # noqa: F401  reference is a fixture
 
 from ladder import ROOT, fork
 
-TWO = ["--epochs=2"]
 # float16 is slow on a CPU: few images. 5 steps an epoch.
 FEW = ["--dataset=fake:480", "--image-size=28"]
-
-
-def topic(name, world_size, *options, **more):
-    done = fork(f"topics/{name}.py", world_size, *options, **more)
-    assert done.codes == [0] * world_size, done.err
-    return done
 
 
 def assert_equal(ours, theirs, tolerance=0.0):
@@ -26,12 +20,6 @@ def assert_equal(ours, theirs, tolerance=0.0):
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, rtol=0, atol=tolerance)
-
-
-@pytest.fixture(scope="module")
-def reference():
-    """Rung 02 on two ranks."""
-    return fork("02_torchrun.py", 2, *TWO)
 
 
 # ---- mixed_precision -----------------------------------------------------------------------------
@@ -55,7 +43,7 @@ def scale_starts_at(scale):
     torch.amp.GradScaler = partial(torch.amp.GradScaler, init_scale=scale)
 
 
-def test_mixed_precision_without_clipping_and_in_fp32_it_is_02(reference):
+def test_mixed_precision_without_clipping_and_in_fp32_it_is_02(reference):  # noqa: F811
     done = topic("mixed_precision", 2, *TWO, "--precision=fp32", "--clip=inf")
     assert_equal(done.state["weights"], reference.state["weights"])
     scale, skipped, steps, norm = precision_lines(done)

@@ -10,7 +10,7 @@ One process:                the same with --nproc-per-node=1
 All GPUs:                   the same with --nproc-per-node=gpu
 A cluster in each rank:     the same with --clusters rank
 What changed:               diff -U0 -w 03_multinode.py topics/dask_data.py
-Budget: +79 -5 because it counts schedulers, workers and bytes.
+Budget: +77 -5 because it counts schedulers, workers and bytes.
 """
 
 import os
@@ -148,10 +148,8 @@ def main(args):
     mine = client.scheduler_info()["id"], len(client.nthreads()), share.bytes, crossed
     dist.all_gather_object(seen, (*mine, ready, share.seconds))
     if rank == 0:
-        schedulers, (_, _, got, over, starts, waits) = (
-            {x[:2] for x in seen},
-            zip(*seen, strict=True),
-        )
+        schedulers = {of_a_rank[:2] for of_a_rank in seen}
+        _, _, got, over, starts, waits = zip(*seen, strict=True)
         text = f"{args.clusters}: schedulers {len(schedulers)}"
         text += f" | Dask workers {sum(workers for _, workers in schedulers)} | ranks {world_size}"
         text += f" | {sum(got) / 1e6:.2f} MB to ranks, {sum(over) / 1e6:.2f} MB between nodes"

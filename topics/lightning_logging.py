@@ -12,7 +12,7 @@ Two processes on the CPU:   python -m topics.lightning_logging
 Four processes:             python -m topics.lightning_logging --devices 4
 The deadlock:               python -m topics.lightning_logging --deadlock 1 --timeout 30
 What changed:               diff -U0 -w 04_lightning.py topics/lightning_logging.py
-Budget: +39 -1 because it has four logs, their cost and a hang in one file.
+Budget: +37 -1 because it has four logs, their cost and a hang in one file.
 """
 
 import logging
@@ -60,9 +60,7 @@ class Classifier(L.LightningModule):
         # So no rank need ask before each batch if one was told to stop: a GPU would wait for that.
         self.trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
         ranks = range(self.trainer.world_size)
-        groups = [
-            dist.new_group(ranks[first::2]) for first in range(min(2, len(ranks)))
-        ]  # all ranks
+        groups = [dist.new_group(ranks[i::2]) for i in range(min(2, len(ranks)))]  # all ranks
         self.group = groups[self.global_rank % 2]
         self.log_seconds = torch.zeros(2)
 
