@@ -10,6 +10,7 @@ the whole process (Python and torch as well) on the CPU.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -35,10 +36,16 @@ WAYS = [
     ("topics/deepspeed_zero.py", "--stage=1", None),
     ("topics/deepspeed_zero.py", "--stage=3", None),
     ("04_lightning.py", "--strategy=ddp", None),
-    ("04_lightning.py", "--strategy=ddp_spawn", "cpu"),
-    ("04_lightning.py", "--strategy=ddp_fork", "cpu"),
+    ("04_lightning.py", "--strategy=ddp_spawn", None),
+    ("04_lightning.py", "--strategy=ddp_fork", None),
     ("04_lightning.py", "--strategy=sync_once", None),
     ("04_lightning.py", "--strategy=fsdp", "cuda"),
+    ("04_lightning.py", "--strategy=deepspeed_stage_2", "cuda"),
+    ("topics/sync_once.py", "--strategy=ddp --backend=inductor", "cuda"),
+    ("topics/sync_once.py", "--strategy=sync_once --backend=inductor", "cuda"),
+    ("topics/compile.py", "--order=inside", "cuda"),
+    ("topics/compile.py", "--order=outside", "cuda"),
+    ("topics/compile.py", "--order=once", "cuda"),
     ("00b_data_parallel.py", "", "cuda"),
 ]
 
@@ -52,6 +59,7 @@ def main() -> None:
     options.add_argument("--csv", type=Path, default=ROOT / "results" / "strategies.csv")
     args = options.parse_args()
     device = "cuda" if common.gpu_count() else "cpu"
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # each way compiles for itself
     works = []
     for devices in args.devices:
         for script, option, where in WAYS:
@@ -61,7 +69,7 @@ def main() -> None:
             precision = option.partition("--precision=")[2]
             own = {"script": script, "devices": devices, "model": args.model}
             own |= {"precision": precision or ("tf32" if device == "cuda" else "fp32")}
-            extra = [*filter(None, [option]), *args.extra]
+            extra = [*option.split(), *args.extra]
             works.append((scaling.work_of(args, **own), extra, {}))
     if not works:
         options.error(f"nothing to run: --only {' '.join(args.only)}")
