@@ -10,7 +10,6 @@ line of the new ranks, in seconds; finished is 1 if torchrun ended with code 0 w
 
 import argparse
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import machine  # noqa: E402
 import scaling  # noqa: E402
+import tour  # noqa: E402
 
 import common  # noqa: E402
 
@@ -42,7 +42,7 @@ def crash(processes: int, setting: int, timeout: float) -> dict:
             text=True,
             start_new_session=True,
         )
-        timer = threading.Timer(timeout, os.killpg, (process.pid, signal.SIGKILL))
+        timer = threading.Timer(timeout, tour.stop, [process])
         timer.start()
         killed, starts = None, []
         for line in process.stdout:  # ends when all have ended

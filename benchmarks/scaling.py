@@ -16,7 +16,6 @@ import argparse
 import csv
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -57,8 +56,7 @@ def run(command: list[str], env: dict, timeout: float) -> str | None:
     except subprocess.TimeoutExpired:
         return f"has not ended after {timeout:.0f} s"
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        tour.stop(process)
 
 
 def measure(work: dict, windows: int, extra: list[str], timeout: float = 600) -> dict | str:

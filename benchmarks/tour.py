@@ -8,6 +8,7 @@ failed or its numbers are not those of 00.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -48,6 +49,19 @@ def commands(rung: str, processes: int, nodes: int) -> list[list[str]]:
     return [[sys.executable, rung]]
 
 
+def stop(process: subprocess.Popen) -> None:
+    """End a launcher, which leads a process group, and its ranks, if it has not ended by itself.
+
+    torchrun puts each rank in a group of its own, so SIGKILL would leave them behind. It passes
+    SIGTERM on, and kills a rank that is still there after 30 s.
+    """
+    for number, seconds in ((signal.SIGTERM, 45), (signal.SIGKILL, None)):
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+
+
 def run(rung: str, processes: int, options: list[str]) -> tuple[list[dict], float]:
     """Run a rung to its end; return its --log-json, [] if it failed, and its seconds."""
     env = dict(os.environ, OMP_NUM_THREADS="1", NVIDIA_TF32_OVERRIDE="0", PYTHONUNBUFFERED="1")
@@ -78,8 +92,7 @@ def run(rung: str, processes: int, options: list[str]) -> tuple[list[dict], floa
                 failed = True
             finally:
                 for process in started:
-                    if process.poll() is None:
-                        os.killpg(process.pid, signal.SIGKILL)
+                    stop(process)
         if failed:
             print(out.read_text(), file=sys.stderr)
             return [], time.perf_counter() - start

@@ -23,6 +23,7 @@ import torch.multiprocessing as mp
 import torchvision  # noqa: F401
 
 import common
+from benchmarks.tour import stop
 
 ROOT = Path(__file__).parent.parent
 RUNGS = sorted(path.name for path in ROOT.glob("[0-9]*.py"))
@@ -191,6 +192,5 @@ def launch(*command: str, env: dict | None = None, **options) -> subprocess.Comp
     try:
         out, err = process.communicate(timeout=TIMEOUT)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        stop(process)
     return subprocess.CompletedProcess(command, process.returncode, out, err)

@@ -104,6 +104,17 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
     assert "Traceback" not in out and len(rows(path)) >= 1
 
 
+def test_a_row_that_takes_too_long_leaves_no_rank_behind(tmp_path):
+    """Left-over ranks would share the devices with all rows that follow."""
+    mark = "--seed=4242137"
+    words = ["--scripts", "02_torchrun.py", "--devices", 2, "--timeout", 12, f"--extra={mark}"]
+    words += ["--windows", 100_000, "--csv", tmp_path / "scaling.csv"]
+    done = benchmark("scaling.py", *words)
+    assert done.returncode == 1 and "FAILED, has not ended after 12 s" in done.stdout
+    left = subprocess.run(["pgrep", "-f", f"^[^ ]*python.*{mark}"], capture_output=True, text=True)
+    assert left.stdout == ""
+
+
 def test_ladder_of_speed(tmp_path):
     path = tmp_path / "ladder.csv"
     options = ["--devices", 1, "--parts", "bf16", "--csv", path]

@@ -39,7 +39,7 @@ def main(args):
     torch.manual_seed(args.seed)
 
     train_set, test_set = common.load_datasets(args)
-    test_set = Subset(test_set, range(997))
+    test_set = Subset(test_set, range(len(test_set))[:997])
     options = common.loader_options(args, device)
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     batch = args.per_rank_batch

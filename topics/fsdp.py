@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import Sequential
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 sys.path.append(os.getcwd())  # torchrun puts topics/ there; common.py is in the repo's root
@@ -59,9 +60,11 @@ def main(args):
     plain = common.build_model(args).to(device)  # a whole one, to evaluate
     dtype = getattr(torch, args.compute)  # of the layers' inputs and gathered weights
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for layer in model:
-        if list(layer.parameters()):
-            fully_shard(layer, mp_policy=policy)
+    # What stands in a Sequential is gathered when it is its turn, the innermost first.
+    for block in reversed([part for part in model.modules() if isinstance(part, Sequential)]):
+        for layer in block:
+            if list(layer.parameters()):
+                fully_shard(layer, mp_policy=policy)
     # Unlike DDP it sends no weights: they are equal because all ranks have the same seed.
     fully_shard(model, mp_policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)

@@ -44,7 +44,7 @@ class Classifier(L.LightningModule):
     def train_dataloader(self):
         args, rank, world_size = self.args, self.trainer.global_rank, self.trainer.world_size
         train_set, test_set = common.load_datasets(args)
-        test_set = Subset(test_set, range(997))
+        test_set = Subset(test_set, range(len(test_set))[:997])
         options = common.loader_options(args, self.device)
         sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
         batch = args.per_rank_batch

@@ -72,7 +72,8 @@ def main(args):
         seconds = common.seconds_since(start, device)
         sums[2:] = common.evaluate(model.module, test_loader, device)
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
-        optimizer.consolidate_state_dict(to=0)  # all ranks send their parts
+        if args.checkpoint:
+            optimizer.consolidate_state_dict(to=0)  # all ranks send their parts
         if rank == 0:
             common.save_checkpoint(args, epoch + 1, model.module, optimizer)
             common.log_epoch(args, epoch, sums, seconds)
