@@ -137,6 +137,8 @@ def parse_args(launcher: str = "python", **options: int | float | str) -> Namesp
     at_most = nodes if by_torchrun else 1 if launcher in ("python", "spawn") else tasks
     if tasks > at_most:
         fail(f"srun has started it {tasks} times on {nodes} nodes: use --ntasks-per-node=1")
+    if by_torchrun and launcher in ("python", "spawn"):
+        fail("is not for torchrun: start it with python, or use 02_torchrun.py")
     alone = "SLURM_STEP_ID" not in env and not by_torchrun
     if launcher == "lightning" and alone and int(env.get("SLURM_NTASKS", 1)) > 1:
         fail("waits for the other tasks of the Slurm job: start it with srun python, not python")

@@ -338,6 +338,15 @@ def no_waiting():
     common.time.sleep = until_rank_0_has_spoken
 
 
+@pytest.mark.parametrize("rung", RUNGS[:3])
+def test_torchrun_is_refused_where_it_makes_no_sense(rung, tmp_path):
+    """00 would train twice over, and 01 hang: each of its ranks would start ranks."""
+    done = fork(rung, 1, env={"TORCHELASTIC_RUN_ID": "test"}, folder=tmp_path)
+    assert done.codes == [2] and done.out == "" and not done.checkpoint.exists()
+    line = f"{rung}: is not for torchrun: start it with python, or use 02_torchrun.py\n"
+    assert done.err == line
+
+
 @pytest.mark.parametrize("rung", RUNGS)
 def test_a_checkpoint_of_another_run_is_refused(rung, tmp_path):
     world_size = WORLD_SIZE if rung in PARALLEL else 1

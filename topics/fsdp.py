@@ -60,8 +60,8 @@ def main(args):
     plain = common.build_model(args).to(device)  # a whole one, to evaluate
     dtype = getattr(torch, args.compute)  # of the layers' inputs and gathered weights
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    # What stands in a Sequential is gathered when it is its turn, the innermost first.
-    for block in reversed([part for part in model.modules() if isinstance(part, Sequential)]):
+    # What stands in a Sequential comes together when it is its turn. The innermost goes first.
+    for block in reversed([part for part in model.modules() if type(part) is Sequential]):
         for layer in block:
             if list(layer.parameters()):
                 fully_shard(layer, mp_policy=policy)
