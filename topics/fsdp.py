@@ -9,7 +9,7 @@ One process goes on:        the same with --nproc-per-node=1 --epochs 6
 All GPUs:                   the same with --nproc-per-node=gpu
 In bfloat16:                the same with --compute bfloat16
 What changed:               diff -U0 -w 02_torchrun.py topics/fsdp.py
-Budget: +37 -7 because a sharded model needs another checkpoint and a whole copy to evaluate.
+Budget: +39 -7 because a sharded model needs another checkpoint and a whole copy to evaluate.
 """
 
 import os
