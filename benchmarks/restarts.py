@@ -56,7 +56,7 @@ def crash(processes: int, setting: int, timeout: float) -> dict:
         "processes": processes,
         "setting": setting,
         "finished": int(process.wait() == 0),
-        "restarts": len(starts) - 1,
+        "restarts": max(len(starts) - 1, 0),
         "back_after": round(later[0], 2) if later else None,
     }
 

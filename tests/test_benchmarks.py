@@ -3,13 +3,18 @@
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+import common
 from ladder import ROOT, TORCHRUN, launch
 
 TWO = [*TORCHRUN, "--standalone", "--nproc-per-node=2"]
@@ -63,6 +68,52 @@ def test_scaling(tmp_path):
     one = ["--devices", 1, "--scripts", "00_single_gpu.py"]
     done = benchmark("scaling.py", *TINY, *one, "--csv", path)
     assert done.returncode == 0 and path.read_text().startswith(before) and len(rows(path)) == 5
+
+
+def test_the_columns_of_a_row(monkeypatch):
+    """Of a made-up run: two ranks, a first epoch of 10 s, and 90 s from its start to its end."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import scaling
+
+    speeds = [1, 100, 300, 200]
+    seconds = [(10, 4, 5, 8), (10, 2, 5, 6.4)]
+    peaks = [(100, 700, 700, 700), (120, 900, 900, 900)]  # later they are of an evaluation, say
+    commands, clock = [], iter([1000, 1090])
+
+    def run(command, env, timeout):
+        commands.append(command)
+        log = [{"samples_per_second": n, "device": "cpu", "backend": "gloo"} for n in speeds]
+        log_file = next(word for word in command if word.startswith("--log-json="))
+        written = {Path(log_file.partition("=")[2]): log}
+        for rank in range(2):
+            both = zip(seconds[rank], peaks[rank], strict=True)
+            entries = [{"seconds": time, "peak_memory": peak * 2**20} for time, peak in both]
+            written[Path(env["RANK_LOG"], f"{rank}.jsonl")] = entries
+        for path, entries in written.items():
+            path.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
+
+    monkeypatch.setattr(scaling, "run", run)
+    monkeypatch.setattr(scaling, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    work = {"script": "02_torchrun.py", "mode": "weak", "devices": 2, "model": "small"}
+    work |= {"image_size": 16, "batch_size": 8, "images": 200, "precision": "fp32"}
+    row = scaling.measure(work | {"threads": 1, "num_workers": 0}, 3, ["--timeout=9", "--seed=1"])
+    expected = {"windows": 3, "samples_per_second": 200, "min": 100, "max": 300}
+    expected |= {"images_per_window": 400, "straggler_ratio": 1.25}  # of 2, 1 and 1.25
+    expected |= {"peak_memory_mb": 120, "overhead_seconds": 90 - 27}
+    assert {name: row[name] for name in expected} == expected
+    assert row["options"] == "--timeout=9 --seed=1" == " ".join(commands[0][-2:])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_a_rank_writes_after_an_epoch(monkeypatch, tmp_path):
+    """The peak of memory is in bytes, as the kernel has it."""
+    monkeypatch.setenv("RANK_LOG", str(tmp_path))
+    seconds = common.seconds_since(time.perf_counter() - 3, torch.device("cpu"))
+    (entry,) = [json.loads(line) for line in (tmp_path / "0.jsonl").open()]
+    assert entry["seconds"] == seconds >= 3
+    peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    # More where a larger process has started this one.
+    assert 0.9 < entry["peak_memory"] / (int(peak[1]) * 1024) < 10
 
 
 def test_strong_scaling_and_a_failure_is_reported(tmp_path):
@@ -139,12 +190,63 @@ def test_strategies(tmp_path):
     assert done.returncode == 1 and "has other columns: another, table" in done.stdout
 
 
+@pytest.mark.parametrize("gpus", [0, 4])
+def test_what_strategies_runs(gpus, monkeypatch):
+    """On the CPU not what is for GPUs only; each with its precision and its own options."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import strategies
+
+    asked = []
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "0")
+    monkeypatch.setattr(common, "gpu_count", lambda: gpus)
+    monkeypatch.setattr(strategies.scaling, "run_all", lambda works, args: asked.extend(works))
+    monkeypatch.setattr(sys, "argv", ["strategies.py", "--extra=--seed=1"])
+    strategies.main()
+    ways = [way for way in strategies.WAYS if gpus or way[2] is None]
+    assert len(ways) == len(asked) and (gpus or len(ways) < len(strategies.WAYS) - 5)
+    plain = "tf32" if gpus else "fp32"
+    for (script, option, _), (work, extra, _) in zip(ways, asked, strict=True):
+        assert (work["script"], extra) == (script, [*option.split(), "--seed=1"])
+        own = {"--precision=bf16": "bf16", "--precision=fp16": "fp16"}
+        assert work["precision"] == own.get(option, plain)
+        assert work["devices"] == (gpus or 2) and work["model"] == "wide"
+    assert os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] == "1"
+
+
 def test_restarts(tmp_path):
     done = benchmark("restarts.py", "--runs", 1, "--csv", tmp_path / "restarts.csv")
     assert done.returncode == 0, done.stdout
     (row,) = rows(tmp_path / "restarts.csv")
     assert (row["finished"], row["restarts"], row["setting"]) == ("1", "1", "1")
     assert float(row["back_after"]) > 0.5  # to import torch takes as long
+
+
+def test_what_restarts_counts(monkeypatch):
+    """A made-up job: its time, its exit code; and one that says nothing and is ended."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import restarts
+
+    popen, settings = subprocess.Popen, []
+
+    def run(setting, *story):
+        """Return the row of a job that does this; a line each at 10, 13, 15 and 19 s."""
+        clock = iter([10, 13, 15, 19])
+        monkeypatch.setattr(restarts, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+
+        def made_up(command, **options):
+            settings.append(options["env"]["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"])
+            return popen([sys.executable, "-c", "; ".join(story)], **options)
+
+        monkeypatch.setattr(subprocess, "Popen", made_up)
+        return restarts.crash(2, setting, timeout=60 if "print" in story[0] else 0.5)
+
+    life, kill = "print('| world size 2')", "print('kill -9 in epoch 1')"
+    for setting, code in ((0, 3), (1, 0)):
+        row = run(setting, life, kill, life, life, f"exit({code})")
+        expected = {"processes": 2, "setting": setting, "finished": int(code == 0)}
+        assert row == expected | {"restarts": 2, "back_after": 2} and settings[-1] == str(setting)
+    row = run(1, "import time", "time.sleep(20)")
+    assert (row["finished"], row["restarts"], row["back_after"]) == (0, 0, None)
 
 
 def test_allreduce(tmp_path):

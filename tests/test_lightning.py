@@ -4,6 +4,7 @@ import io
 import os
 import re
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -24,11 +25,12 @@ def reference():
 
 
 def assert_epochs(epochs, reference):
-    """The losses of 00 to four decimals, and its accuracy exactly."""
+    """The losses of 00 to four decimals, and its accuracy exactly, each sample tested once."""
     assert [entry["epoch"] for entry in epochs] == [entry["epoch"] for entry in reference]
     for ours, theirs in zip(epochs, reference, strict=True):
         assert ours["train_loss"] == pytest.approx(theirs["train_loss"], abs=5e-5)
-        assert ours["test_accuracy"] == theirs["test_accuracy"]
+        for name in ("test_accuracy", "test_samples"):
+            assert ours[name] == theirs[name]
 
 
 def by_hand():
@@ -76,14 +78,32 @@ def test_strategies(strategy, reference, tmp_path):
 
 def test_ddp_spawn(reference, tmp_path):
     """Processes that import the file again: for this one, nothing is forked."""
-    words = [f"--checkpoint={tmp_path / 'checkpoint.pt'}", "--epochs=2"]
-    done = launch(sys.executable, "04_lightning.py", "--devices=2", "--strategy=ddp_spawn", *words)
+    words = [f"--checkpoint={tmp_path / 'checkpoint.pt'}", f"--log-json={tmp_path / 'log.json'}"]
+    words += ["--devices=2", "--strategy=ddp_spawn", "--epochs=2"]
+    done = launch(sys.executable, "04_lightning.py", *words)
     assert done.returncode == 0, done.stderr
-    for entry in reference[:2]:
-        assert f"train loss {entry['train_loss']:.4f} | test accuracy" in done.stdout
+    assert done.stdout.count("world size 2 | batch 48 x 2 = 96") == 1
     assert (tmp_path / "checkpoint.ckpt").exists()
     done = fork("00_single_gpu.py", 1, "--epochs=3", folder=tmp_path)
-    assert_epochs(done.epochs, reference[2:])
+    assert_epochs(done.epochs, reference)
+
+
+@pytest.mark.parametrize(
+    "strategy, method", [("ddp_spawn", "spawn"), ("ddp_fork", "fork"), ("ddp_notebook", "fork")]
+)
+def test_how_the_processes_are_made(strategy, method):
+    """With ddp in their place the numbers would be the same, so the tests above cannot tell."""
+
+    def show_and_end():
+        def start_processes(*args, start_method, **options):
+            print("makes them by", start_method)
+            sys.exit(7)
+
+        by_hand()
+        torch.multiprocessing.start_processes = start_processes
+
+    done = fork("04_lightning.py", 1, f"--strategy={strategy}", before=show_and_end)
+    assert done.codes == [7] and done.out == f"makes them by {method}\n", done.err
 
 
 def test_strategies_that_cannot_work():
@@ -103,11 +123,22 @@ def test_strategies_that_cannot_work():
 
 
 def test_deepspeed_is_looked_for_before_the_start():
-    def gpus_without_deepspeed():
-        common.gpu_count, common.find_spec = lambda: 2, lambda name: None
+    """On two GPUs; with it the next step is to read the checkpoint."""
 
-    done = fork("04_lightning.py", 1, "--strategy=deepspeed_stage_2", before=gpus_without_deepspeed)
-    assert done.codes == [2] and "needs deepspeed: pip install deepspeed" in done.err
+    def two_gpus(there):
+        by_hand()
+        common.gpu_count = lambda: 2
+        common.find_spec = lambda name: (name == "deepspeed") == there
+        common.read_checkpoint = lambda args: sys.exit(7)
+
+    for there, codes, err in (
+        (False, [2], "04_lightning.py: --strategy deepspeed_stage_2 needs deepspeed: pip install"),
+        (True, [7], ""),
+    ):
+        word = "--strategy=deepspeed_stage_2"
+        done = fork("04_lightning.py", 1, word, before=partial(two_gpus, there))
+        assert done.codes == codes and done.err.startswith(err), done.err
+        assert done.err.count("\n") == (1 if err else 0) and not done.out
 
 
 def test_no_question_before_each_batch():
@@ -153,9 +184,20 @@ def each_step(strategy, folder, *changes, trainer=""):
             source = source.replace(old, new)
         return source
 
+    def show_all_reduces():
+        """Those that the strategy calls, not the ones that it says it has called."""
+        all_reduce = torch.distributed.all_reduce
+
+        def shown(tensor, *args, **options):
+            print("all-reduce of", tensor.numel())
+            return all_reduce(tensor, *args, **options)
+
+        torch.distributed.all_reduce = shown
+
     find_unused = "find_unused_parameters=True, " if any("rank" in c[1] for c in changes) else ""
     words = [f"--strategy={strategy}", "--epochs=1"]
-    done = fork("topics/sync_once.py", 2, *words, folder=folder / strategy, edit=edit)
+    options = {"edit": edit, "before": show_all_reduces}
+    done = fork("topics/sync_once.py", 2, *words, folder=folder / strategy, **options)
     assert not any(done.codes), done.err
     kept = [torch.load(folder / strategy / f"kept.{rank}") for rank in range(2)]
     assert len(kept[0]) == len(kept[1]) == 6
@@ -179,9 +221,15 @@ OUT = (
 ALL = ("torch.optim.SGD(self.model.parameters()", "torch.optim.SGD(self.parameters()")
 FROZEN = (UNUSED[0], "common.build_model(args); self.model[0].requires_grad_(False)\n")
 OTHER_START = ("torch.manual_seed(args.seed)", "torch.manual_seed(int(os.environ['RANK']))")
+BUFFER = (UNUSED[0], "common.build_model(args); self.register_buffer('own', torch.rand(3))\n")
+NORM = (UNUSED[0], "common.build_model(args); self.model.append(torch.nn.BatchNorm1d(10))\n")
+# DDP would give all ranks the buffers of rank 0, before each forward pass.
+NOT_SENT = ('strategy=kind["strategy"](', 'strategy=kind["strategy"](broadcast_buffers=False, ')
+BUFFERS = ("own", "model.10.running", "model.10.num")
 CASES = {
     "plain": ([], "", 6),
-    "weights of rank 0": ([OTHER_START], "", 6),
+    "weights and buffers of rank 0": ([OTHER_START, BUFFER], "", 6),
+    "buffers of each rank": ([NORM, NOT_SENT], "", 6),
     "accumulation": ([], "accumulate_grad_batches=2,", 3),
     "accumulation with a rest": ([], "accumulate_grad_batches=4,", 2),
     "frozen": ([FROZEN], "", 6),
@@ -198,17 +246,27 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_sync_once_is_ddp(case, tmp_path):
-    """The same weights as DDP's on both ranks after each batch, with one all-reduce a step."""
+    """The same weights as DDP's on both ranks after each batch, with one all-reduce a step.
+
+    It takes the gradients, and of each weight whether it has one. Others are of 4 numbers or less.
+    """
     changes, trainer, steps = CASES[case]
     ddp, _ = each_step("ddp", tmp_path, *changes, trainer=trainer)
     ours, done = each_step("sync_once", tmp_path, *changes, trainer=trainer)
     assert f"{steps} all-reduces of gradients in {steps} steps" in done.out
+    rest = (*BUFFERS, "model.0.") if case in ("frozen", "all") else BUFFERS
+    sizes = [value.numel() + 1 for name, value in ddp[0][0].items() if not name.startswith(rest)]
+    sent = [int(size) for size in re.findall(r"^all-reduce of (\d+)$", done.out, re.M)]
+    assert [size for size in sent if size > 4] == [sum(sizes)] * steps * 2
     for batch in range(6):
-        for name, value in ddp[0][batch].items():
-            for rank in range(2):
+        for rank in range(2):
+            for name, value in ddp[rank][batch].items():
                 torch.testing.assert_close(ours[rank][batch][name], value, rtol=0, atol=1e-6)
     moved = ddp[0][-1]["model.9.weight"] - ddp[0][0]["model.9.weight"]
     assert moved.abs().max() > 1e-4
+    if case == "buffers of each rank":
+        names = [name for name in ours[0][-1] if name.startswith(BUFFERS)]
+        assert any(not torch.equal(ours[0][-1][name], ours[1][-1][name]) for name in names)
     if "extra.weight" in ddp[0][0]:
         assert not torch.equal(ddp[0][0]["extra.weight"], ddp[0][-1]["extra.weight"])
         assert torch.equal(ddp[0][0]["never.weight"], ddp[0][-1]["never.weight"])
@@ -230,15 +288,35 @@ def test_sync_once_compiles_the_plain_model():
     assert losses > 0
 
 
+def test_sync_once_counts_graph_breaks_and_takes_any_backend():
+    def backend():
+        def counted(graph, inputs):
+            print("compiled by this backend")
+            return graph
+
+        torch._dynamo.register_backend(counted)
+
+    cut = "; self.model.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())"
+
+    def edit(source):
+        return source.replace(UNUSED[0], f"{UNUSED[0][:-1]}{cut}\n")
+
+    done = fork("topics/sync_once.py", 1, "--backend=counted", *WIDE, before=backend, edit=edit)
+    assert done.codes == [0], done.err
+    pieces, breaks = re.search(r"(\d+) compiled pieces, (\d+) graph breaks", done.out).groups()
+    assert int(pieces) == done.out.count("compiled by this backend") > 0 and int(breaks) > 0
+
+
 # ---- topics/lightning_launch.py ------------------------------------------------------------------
 
 NAMES = ["MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE"]
 
 
-def processes(*command):
+def processes(reference, *command):
     """Return the lines (process, parent, variables, arguments), and the variables as dicts."""
     done = launch(*command, "--epochs=1", "--checkpoint=")
     assert done.returncode == 0 and done.stdout.count("epoch 1/1") == 1, done.stderr
+    assert f"train loss {reference[0]['train_loss']:.4f}" in done.stdout
     lines = re.findall(r"^process (\d+), child of (\d+) \| (.*?) \| (.*)$", done.stdout, re.M)
     assert len(lines) == 2
     assert lines[0][3].split()[1:] == lines[1][3].split()[1:]
@@ -247,22 +325,22 @@ def processes(*command):
     return lines, variables
 
 
-def test_lightning_starts_the_script_again():
+def test_lightning_starts_the_script_again(reference):
     """From the first process, which has no rank yet; the second has one, and the same words."""
-    words = ["--devices=2", "--lr=0.04"]
-    lines, variables = processes(sys.executable, "-m", "topics.lightning_launch", *words)
+    words = ["-m", "topics.lightning_launch", "--devices=2", "--timeout=90"]
+    lines, variables = processes(reference, sys.executable, *words)
     (first, _, _, words), (_, parent, _, others) = lines
     assert parent == first
-    assert words == others and "lightning_launch.py --devices=2 --lr=0.04" in words
+    assert words == others and "lightning_launch.py --devices=2 --timeout=90" in words
     assert set(variables[0].values()) == {"-"}
     port = variables[1].pop("MASTER_PORT")
     expected = {"MASTER_ADDR": "127.0.0.1", "NODE_RANK": "0", "LOCAL_RANK": "1", "RANK": "-"}
     assert port.isdigit() and variables[1] == expected | {"WORLD_SIZE": "2"}
 
 
-def test_torchrun_has_started_all_before():
+def test_torchrun_has_started_all_before(reference):
     command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "-m", "topics.lightning_launch"]
-    lines, variables = processes(*command)
+    lines, variables = processes(reference, *command)
     assert lines[0][1] == lines[1][1] not in (lines[0][0], lines[1][0]), "torchrun is the parent"
     assert {found["LOCAL_RANK"] for found in variables} == {"0", "1"}
     assert all(found["RANK"] == found["LOCAL_RANK"] for found in variables)
@@ -272,8 +350,12 @@ def test_torchrun_has_started_all_before():
 # ---- topics/lightning_logging.py -----------------------------------------------------------------
 
 
-def hits(done, size=997):
-    """Return, for each of the test samples, whether the weights in the checkpoint are right."""
+def hits(done, reference, size=997):
+    """Return, for each of the test samples, whether the weights in the checkpoint are right.
+
+    They have been trained as those of 00.
+    """
+    assert done.epochs[0]["train_loss"] == pytest.approx(reference[0]["train_loss"], abs=5e-5)
     args = SimpleNamespace(model="small", channels=1, image_size=28, dataset="digits")
     model = common.build_model(args).eval()
     model.load_state_dict(done.state["weights"])
@@ -283,12 +365,12 @@ def hits(done, size=997):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_logging(world_size):
+def test_logging(world_size, reference):
     """Only the sums are exact: sync_dist divides by a mean of the ranks' counts, cut to a whole."""
     done = fork("topics/lightning_logging.py", world_size, "--epochs=1")
     assert not any(done.codes), done.err
     found = dict(re.findall(r"^(\w+) +(\d+\.\d{4})%", done.out, re.M))
-    right = hits(done)
+    right = hits(done, reference)
     shares = [right[rank::world_size] for rank in range(world_size)]
 
     def synced(shares):
@@ -308,7 +390,7 @@ def test_logging(world_size):
 
 
 def test_what_sync_dist_costs_is_collectives():
-    """A barrier and an all-reduce a step, for a log that asks for them."""
+    """A barrier and an all-reduce a step, for a log that asks for them. Its time has theirs."""
 
     def count():
         calls = []
@@ -317,6 +399,7 @@ def test_what_sync_dist_costs_is_collectives():
 
             def counted(*args, name=name, function=function, **options):
                 calls.append(name)
+                common.time.sleep(0.01 if name == "barrier" else 0)
                 return function(*args, **options)
 
             setattr(torch.distributed, name, counted)
@@ -328,11 +411,13 @@ def test_what_sync_dist_costs_is_collectives():
 
         common.log_epoch = log_epoch
 
-    counts = []
+    counts, times = [], []
     for edit in (None, lambda text: text.replace("loss, sync_dist=True", "loss")):
         done = fork("topics/lightning_logging.py", 2, "--epochs=1", before=count, edit=edit)
         counts.append([int(x) for x in re.search(r"collectives: (\d+) (\d+)", done.out).groups()])
+        times.append(float(re.search(r"with sync_dist (\S+) ms", done.out)[1]))
     assert [a - b for a, b in zip(*counts, strict=True)] == [41, 41]
+    assert times[0] >= 10
 
 
 def test_the_deadlock_ends_and_says_why():
@@ -347,13 +432,13 @@ def test_the_deadlock_ends_and_says_why():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_validation(world_size):
+def test_validation(world_size, reference):
     done = fork("topics/lightning_validation.py", world_size, "--epochs=1")
     assert not any(done.codes), done.err
     lines = re.findall(r"^(padded|one device|exact) +(\d+) of (\d+) = (\S+)%$", done.out, re.M)
     found = {way: (int(correct), int(tested)) for way, correct, tested, _ in lines}
     assert all(f"{int(c) / int(t):.4%}" == f"{share}%" for _, c, t, share in lines)
-    right = hits(done)
+    right = hits(done, reference)
     padded = -(-997 // world_size) * world_size  # the sampler begins again at the first samples
     expected = {"padded": (sum(right) + sum(right[: padded - 997]), padded)}
     assert found == expected | {"one device": (sum(right), 997), "exact": (sum(right), 997)}
@@ -402,7 +487,7 @@ def test_a_debugger_on_rank_0_in_lightning(launcher):
         assert f"rank {rank} | behind the barrier" in screen.getvalue()
 
 
-def test_the_others_wait_for_the_debugger():
+def test_the_others_wait_for_the_debugger(reference):
     """Rank 1 is behind the barrier only after rank 0 has left its breakpoint."""
 
     def slow_breakpoint():
@@ -420,3 +505,4 @@ def test_the_others_wait_for_the_debugger():
     left = float(re.search(r"leaves the breakpoint (\S+)", done.out)[1])
     behind = re.findall(r"rank \d \| behind (\S+)", done.out)
     assert len(behind) == 2 and all(float(moment) > left for moment in behind)
+    assert_epochs(done.epochs, reference[:1])

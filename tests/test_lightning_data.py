@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from test_lightning import by_hand
 
 from ladder import fork, launch
@@ -42,7 +43,9 @@ def test_no_room_in_shared_memory():
 
     def small_disk():
         by_hand()
-        shutil.disk_usage = lambda path: SimpleNamespace(free=1_000_000)
+        room = {"/dev/shm": 1_000_000}
+        shutil.disk_usage = lambda path: SimpleNamespace(free=room.get(path, 10**12))
+        torch.multiprocessing.start_processes = lambda *_, **options: sys.exit("starts the ranks")
 
     done = fork("topics/lightning_dataset.py", 1, "--strategy=ddp_spawn", before=small_disk)
     assert done.codes == [2] and done.err.count("\n") == 1, done.err

@@ -1,13 +1,16 @@
 """Rung 04 in a Slurm job: what Lightning makes of Slurm's variables, and how a job goes on."""
 
 import json
+import os
 import re
+import sys
 import time
 
 import pytest
 from test_lightning import assert_epochs, by_hand
 from test_slurm import cluster  # noqa: F401  a fixture: skips without Slurm, but never in CI
 
+import common
 from ladder import ROOT, fork, launcher_env
 
 FILE = ROOT / "slurm" / "04_lightning.sbatch"
@@ -51,6 +54,35 @@ def test_what_cannot_work_is_refused_in_one_line(env, options, line):
 def test_torchrun_has_started_as_many_as_it_has(options):
     done = fork("04_lightning.py", 1, *options, env=launcher_env(0, 1, "0"))
     assert done.codes == [2] and "but 1 ranks have been started on 1:" in done.err, done.err
+
+
+# Of three ranks, on two nodes: in a job Slurm counts two tasks.
+TORCHRUN_ON_EACH = launcher_env(0, 3, "0") | {"WORLD_SIZE": "6", "GROUP_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    "env, devices, nodes",
+    [
+        (job(3, NTASKS_PER_NODE=3), 3, 1),
+        (job(4, 2, NTASKS_PER_NODE=2), 2, 2),
+        (job(3, 3, NTASKS_PER_NODE=1), 1, 3),
+        (TORCHRUN_ON_EACH, 3, 2),
+        (job(2, 2, NTASKS_PER_NODE=1) | TORCHRUN_ON_EACH, 3, 2),
+    ],
+)
+def test_devices_and_nodes_are_those_of_the_launcher(env, devices, nodes):
+    def show_and_end():
+        def read_checkpoint(args):
+            print(args.devices, args.num_nodes, args.per_rank_batch)
+            sys.exit(7)
+
+        by_hand()
+        os.environ.update(env)
+        common.read_checkpoint = read_checkpoint
+
+    done = fork("04_lightning.py", 1, before=show_and_end)
+    assert done.codes == [7], done.err
+    assert done.out == f"{devices} {nodes} {96 // devices // nodes}\n"
 
 
 def test_the_same_lines_in_a_real_job(cluster):  # noqa: F811
