@@ -136,6 +136,38 @@ def test_dask_leaves_nothing_behind(start):
     assert job.end() == 1, job.text
 
 
+SILENT = """\
+import os, sys, time
+parent = os.getppid()
+while "--multiprocessing-fork" in sys.orig_argv and os.getppid() == parent:
+    time.sleep(0.1)
+"""
+
+
+def test_dask_worker_never_comes(tmp_path):
+    """Its process is there, and silent. The run ends, and says what it has waited for."""
+    pytest.importorskip("distributed")
+    (tmp_path / "sitecustomize.py").write_text(SILENT)  # each new Python process reads it
+    env = {"PYTHONPATH": str(tmp_path)}
+    done = fork("topics/dask_data.py", 1, "--workers=1", "--timeout=5", env=env)
+    assert done.codes == [2] and not done.epochs and "Traceback" not in done.err, done.err
+    assert "Dask has not started 1 workers and read the data: no answer in 4 s" in done.err
+
+
+@pytest.mark.parametrize("fault", ["cluster.close()", "cluster.loop.add_callback(time.sleep, 999)"])
+def test_dask_scheduler_is_lost(fault):
+    """It ends, or hangs, before the first epoch. Each rank ends, and says what it waited for."""
+    pytest.importorskip("distributed")
+
+    def edit(text: str) -> str:
+        lost = f"    args.timeout = 5\n    if rank == 0:\n        {fault}\n    dist.barrier()\n"
+        return text.replace("    for epoch in", f"{lost}    for epoch in")
+
+    done = fork("topics/dask_data.py", 2, "--workers=1", edit=edit)
+    assert done.codes == [2, 2] and not done.epochs and 'dask_data.py", line' not in done.err
+    assert len(re.findall("^dask_data.py: Dask has not sent the data", done.err, re.M)) == 2
+
+
 def test_dask_refuses():
     pytest.importorskip("distributed")
     for options, message in {
