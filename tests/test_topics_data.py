@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import test_faults
+import torch.distributed as dist
 
 import common
 from ladder import TORCHRUN, fork, launch
@@ -166,6 +167,36 @@ def test_dask_scheduler_is_lost(fault):
     done = fork("topics/dask_data.py", 2, "--workers=1", edit=edit)
     assert done.codes == [2, 2] and not done.epochs and 'dask_data.py", line' not in done.err
     assert len(re.findall("^dask_data.py: Dask has not sent the data", done.err, re.M)) == 2
+
+
+def gloo_comes_last() -> None:
+    """In a rank: from its second gather on, Gloo's threads run where the main thread has a rest."""
+    init, gather = dist.init_process_group, dist.all_gather_object
+    gloo, calls, cpu = set(), [], {min(os.sched_getaffinity(0))}
+
+    def init_process_group(*args, **options) -> None:
+        gloo.update(os.listdir("/proc/self/task"))
+        init(*args, **options)
+        gloo.symmetric_difference_update(os.listdir("/proc/self/task"))
+
+    def all_gather_object(*args) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            os.sched_setaffinity(0, cpu)
+            for thread in map(int, gloo):
+                os.sched_setaffinity(thread, cpu)
+                os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+        gather(*args)
+
+    dist.init_process_group, dist.all_gather_object = init_process_group, all_gather_object
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_dask_ends_though_gloo_is_late():
+    """With torch 2.9 DDP's end held Python's lock, and waited for a thread that waited for it."""
+    pytest.importorskip("distributed")
+    done = fork("topics/dask_data.py", 2, "--workers=1", "--epochs=1", before=gloo_comes_last)
+    assert done.codes == [0, 0] and len(done.epochs) == 1, done.err
 
 
 def test_dask_refuses():
