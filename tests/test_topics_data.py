@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import test_faults
+import torch.distributed as dist
 
 import common
 from ladder import TORCHRUN, fork, launch
@@ -134,6 +135,68 @@ def test_dask_leaves_nothing_behind(start):
     assert len(ranks) == 2 and workers
     os.kill(ranks[0], signal.SIGKILL)
     assert job.end() == 1, job.text
+
+
+SILENT = """\
+import os, sys, time
+parent = os.getppid()
+while "--multiprocessing-fork" in sys.orig_argv and os.getppid() == parent:
+    time.sleep(0.1)
+"""
+
+
+def test_dask_worker_never_comes(tmp_path):
+    """Its process is there, and silent. The run ends, and says what it has waited for."""
+    pytest.importorskip("distributed")
+    (tmp_path / "sitecustomize.py").write_text(SILENT)  # each new Python process reads it
+    env = {"PYTHONPATH": str(tmp_path)}
+    done = fork("topics/dask_data.py", 1, "--workers=1", "--timeout=5", env=env)
+    assert done.codes == [2] and not done.epochs and "Traceback" not in done.err, done.err
+    assert "Dask has not started 1 workers and read the data: no answer in 4 s" in done.err
+
+
+@pytest.mark.parametrize("fault", ["cluster.close()", "cluster.loop.add_callback(time.sleep, 999)"])
+def test_dask_scheduler_is_lost(fault):
+    """It ends, or hangs, before the first epoch. Each rank ends, and says what it waited for."""
+    pytest.importorskip("distributed")
+
+    def edit(text: str) -> str:
+        lost = f"    args.timeout = 5\n    if rank == 0:\n        {fault}\n    dist.barrier()\n"
+        return text.replace("    for epoch in", f"{lost}    for epoch in")
+
+    done = fork("topics/dask_data.py", 2, "--workers=1", edit=edit)
+    assert done.codes == [2, 2] and not done.epochs and 'dask_data.py", line' not in done.err
+    assert len(re.findall("^dask_data.py: Dask has not sent the data", done.err, re.M)) == 2
+
+
+def gloo_comes_last() -> None:
+    """In a rank: from its second gather on, Gloo's threads run where the main thread has a rest."""
+    init, gather = dist.init_process_group, dist.all_gather_object
+    gloo, calls, cpu = set(), [], {min(os.sched_getaffinity(0))}
+
+    def init_process_group(*args, **options) -> None:
+        gloo.update(os.listdir("/proc/self/task"))
+        init(*args, **options)
+        gloo.symmetric_difference_update(os.listdir("/proc/self/task"))
+
+    def all_gather_object(*args) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            os.sched_setaffinity(0, cpu)
+            for thread in map(int, gloo):
+                os.sched_setaffinity(thread, cpu)
+                os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+        gather(*args)
+
+    dist.init_process_group, dist.all_gather_object = init_process_group, all_gather_object
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_dask_ends_though_gloo_is_late():
+    """With torch 2.9 DDP's end held Python's lock, and waited for a thread that waited for it."""
+    pytest.importorskip("distributed")
+    done = fork("topics/dask_data.py", 2, "--workers=1", "--epochs=1", before=gloo_comes_last)
+    assert done.codes == [0, 0] and len(done.epochs) == 1, done.err
 
 
 def test_dask_refuses():

@@ -10,14 +10,16 @@ One process:                the same with --nproc-per-node=1
 All GPUs:                   the same with --nproc-per-node=gpu
 A cluster in each rank:     the same with --clusters rank
 What changed:               diff -U0 -w 03_multinode.py topics/dask_data.py
-Budget: +77 -5 because it counts schedulers, workers and bytes.
+Budget: +101 -5 because it counts schedulers, workers and bytes, and bounds each wait for Dask.
 """
 
 import os
 import socket
 import sys
 import time
+from contextlib import contextmanager
 from datetime import timedelta
+from threading import Timer
 
 import numpy as np
 import torch
@@ -37,6 +39,27 @@ try:
     from distributed.utils import get_ip
 except ImportError:
     common.fail("needs dask: pip install dask distributed")
+
+
+@contextmanager
+def patience(args, done):
+    """Let Dask do something; where it fails or takes too long, end the process with one line."""
+
+    def end(why):
+        try:
+            common.fail(f"Dask has not {done}: {why}")
+        finally:
+            os._exit(2)  # whatever the threads do: Dask's own tidying up might wait again
+
+    seconds = 0.8 * args.timeout  # less than the other ranks wait for this one: it knows the cause
+    timer = Timer(seconds, end, [f"no answer in {seconds:g} s"])
+    timer.start()
+    try:
+        yield
+    except Exception as error:
+        end(str(error) or repr(error))
+    finally:
+        timer.cancel()
 
 
 def read(args, rows):
@@ -59,8 +82,7 @@ class Share(IterableDataset):
     """What the sampler gives this rank, in its order. Each epoch gets it from Dask at once."""
 
     def __init__(self, args, client, sampler):
-        self.client, self.sampler, self.timeout = client, sampler, args.timeout
-        self.arrays = [client.get_dataset(name) for name in ("images", "labels")]
+        self.args, self.client, self.sampler = args, client, sampler
         self.bytes = self.seconds = 0
 
     def __len__(self):
@@ -68,8 +90,10 @@ class Share(IterableDataset):
 
     def __iter__(self):
         start, order = time.perf_counter(), list(self.sampler)
-        futures = self.client.compute([array[order] for array in self.arrays])
-        images, labels = (future.result(timeout=self.timeout) for future in futures)
+        with patience(self.args, "sent the data of an epoch"):
+            whole = [self.client.get_dataset(name) for name in ("images", "labels")]
+            futures = self.client.compute([array[order] for array in whole])
+            images, labels = self.client.gather(futures)
         self.bytes += images.nbytes + labels.nbytes
         self.seconds += time.perf_counter() - start
         return zip(images, labels, strict=True)
@@ -94,15 +118,17 @@ def main(args):
     start = time.perf_counter()
     if rank == maker:  # the address is one that all nodes reach
         host = get_ip(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        sizes = {"n_workers": args.workers, "threads_per_worker": 1, "death_timeout": args.timeout}
-        cluster = LocalCluster(host=host, processes=True, dashboard_address=":0", **sizes)
-        with Client(cluster, timeout=args.timeout) as client:
-            images, labels = client.persist(arrays(args, test_set.tensors[0].shape[1:]))
-            wait([images, labels], timeout=args.timeout)  # Dask's workers have read all of it
-            client.publish_dataset(images=images, labels=labels)
+        sizes = {"n_workers": args.workers, "threads_per_worker": 1}
+        with patience(args, f"started {args.workers} workers and read the data"):
+            cluster = LocalCluster(host=host, processes=True, dashboard_address=":0", **sizes)
+            with Client(cluster) as client:
+                images, labels = client.persist(arrays(args, test_set.tensors[0].shape[1:]))
+                wait([images, labels])  # Dask's workers have read all of it
+                client.publish_dataset(images=images, labels=labels)
     addresses = [None] * world_size
     dist.all_gather_object(addresses, cluster.scheduler_address if rank == maker else None)
-    client = Client(addresses[maker], timeout=args.timeout)  # all ranks; it makes no cluster
+    with patience(args, f"let a client connect to {addresses[maker]}"):
+        client = Client(addresses[maker])  # all ranks; it makes no cluster
     ready = time.perf_counter() - start
     print(f"rank {rank} | scheduler {addresses[maker]} of rank {maker}", flush=True)
     options = common.loader_options(args, device)
@@ -145,7 +171,9 @@ def main(args):
 
     share, seen = train_loader.dataset, [None] * world_size
     crossed = share.bytes if maker < rank - local_rank else 0  # its cluster is on another node
-    mine = client.scheduler_info()["id"], len(client.nthreads()), share.bytes, crossed
+    with patience(args, "closed a client"):
+        mine = client.scheduler_info()["id"], len(client.nthreads()), share.bytes, crossed
+        client.close()
     dist.all_gather_object(seen, (*mine, ready, share.seconds))
     if rank == 0:
         schedulers = {of_a_rank[:2] for of_a_rank in seen}
@@ -154,13 +182,14 @@ def main(args):
         text += f" | Dask workers {sum(workers for _, workers in schedulers)} | ranks {world_size}"
         text += f" | {sum(got) / 1e6:.2f} MB to ranks, {sum(over) / 1e6:.2f} MB between nodes"
         print(f"{text} | ready in {max(starts):.1f} s | data {max(waits):.2f} s", flush=True)
-    client.close()
     dist.barrier()  # all ranks: nobody needs the clusters any more
     if rank == maker:
-        with Client(cluster, timeout=args.timeout) as client:
-            client.unpublish_dataset("images")
-            client.unpublish_dataset("labels")
-        cluster.close(timeout=args.timeout)
+        with patience(args, "closed the cluster"):
+            with Client(cluster) as client:
+                client.unpublish_dataset("images")
+                client.unpublish_dataset("labels")
+            cluster.close()
+    del model  # or its end may wait for a thread of Gloo that waits for Python's lock (torch 2.9)
     dist.destroy_process_group()
 
 
