@@ -6,7 +6,6 @@ Started by torchrun, or so by srun:     torchrun --standalone --nproc-per-node=2
 What changed (look at it side by side): diff -y -w 03_multinode.py 04_lightning.py
 """
 
-import logging
 import os
 import sys
 import time
@@ -20,6 +19,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import common
+
+common.set_up_lightning()  # here, not in main: what ddp_spawn starts imports this file
 
 
 class Classifier(L.LightningModule):
@@ -79,8 +80,6 @@ class Classifier(L.LightningModule):
 
 
 def main(args):
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # not its notes on how it starts
     torch.manual_seed(args.seed)
     state = common.read_checkpoint(args)
     common.check(state, args)
@@ -88,7 +87,7 @@ def main(args):
         return
     path = Path(args.checkpoint or "unused").with_suffix(".ckpt")  # Lightning's own, to resume from
     if state and not path.exists():
-        common.fail(f"{args.checkpoint} is of another rung, and Lightning goes on from {path} only")
+        common.fail(f"Lightning needs {path} to go on: is {args.checkpoint} of another rung?")
     own = L.pytorch.callbacks.ModelCheckpoint(path.parent, path.stem, enable_version_counter=False)
     if args.strategy == "sync_once":
         import topics.sync_once  # noqa: F401  a strategy of our own: it tells Lightning its name
@@ -107,7 +106,7 @@ def main(args):
         enable_model_summary=False,
         logger=False,
     )
-    trainer.fit(Classifier(args), ckpt_path=path if args.checkpoint and path.exists() else None)
+    trainer.fit(Classifier(args), ckpt_path=path if state else None)
 
 
 if __name__ == "__main__":

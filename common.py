@@ -5,11 +5,13 @@ What a process does with its device and with the other processes stands in the r
 
 import atexit
 import json
+import logging
 import os
 import shutil
 import socket
 import sys
 import time
+import warnings
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from functools import partial
 from importlib.util import find_spec
@@ -31,6 +33,8 @@ DATA = Path(__file__).parent / "data"
 # name -> training images, channels, pixels a side
 DATASETS = {"digits": (4_000, 1, 28), "MNIST": (60_000, 1, 28), "FashionMNIST": (60_000, 1, 28)}
 DATASETS |= {"CIFAR10": (50_000, 3, 32), "fake": (2_048, 3, 64)}
+# Of Lightning
+PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
 # What a resumed run must have in common with the first part of it.
 SETTINGS = ("model", "dataset", "image_size", "batch_size", "seed")
 
@@ -147,12 +151,17 @@ def parse_args(launcher: str = "python", **options: int | float | str) -> Namesp
         if shell and tasks > 1:  # by these names Lightning knows a shell, where it starts ranks
             fail(f"each of {tasks} tasks would train alone: use srun --job-name=train python")
         _check_strategy(args.strategy, started=by_torchrun or tasks > 1)
+        if args.precision not in PRECISIONS:
+            fail(f"no --precision {args.precision}: use {', '.join(PRECISIONS)}")
+        if args.checkpoint.endswith(".ckpt"):
+            fail(f"{args.checkpoint} would be Lightning's own file: let --checkpoint end with .pt")
     name, _, size = args.dataset.partition(":")
     if name not in DATASETS or (size and not (name == "fake" and size.isdigit() and int(size))):
         fail(f"no --dataset {args.dataset}: use {', '.join(DATASETS)} or fake:N")
     train_size, args.channels, native_size = DATASETS[name]
     args.train_size, args.image_size = int(size or train_size), args.image_size or native_size
-    for name in ("epochs", "batch_size", "lr", "image_size", "timeout", "nproc", "devices"):
+    numbers = ("epochs", "batch_size", "lr", "image_size", "timeout")
+    for name in (*numbers, "nproc", "devices", "num_nodes"):
         if not getattr(args, name, 1) > 0:
             fail(f"--{name.replace('_', '-')} must be more than 0")
     if args.num_workers < 0:
@@ -193,6 +202,8 @@ def parse_args(launcher: str = "python", **options: int | float | str) -> Namesp
     try:  # now, not after the first epoch
         for path in filter(None, (args.checkpoint, args.log_json)):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
+            if not os.access(Path(path).parent, os.W_OK):
+                raise PermissionError("its folder is read-only")
             if os.path.exists(path):
                 open(path, "rb").close()
     except OSError as error:
@@ -335,6 +346,25 @@ def save_checkpoint(args: Namespace, epochs: int, model: nn.Module, optimizer: O
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def set_up_lightning() -> None:
+    """Silence Lightning's notes on how it starts, and let a kill leave no half of its .ckpt.
+
+    It writes that file in /tmp, and where this is another disk it copies it from there.
+    """
+    from lightning.pytorch.plugins import TorchCheckpointIO
+
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for text in ("`isinstance.treespec", "The `srun` command", "Checkpoint directory .* not empty"):
+        warnings.filterwarnings("ignore", text)
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):  # rank 0 calls this
+        save(self, checkpoint, f"{path}.tmp", storage_options)
+        os.replace(f"{path}.tmp", path)
+
+    save, TorchCheckpointIO.save_checkpoint = TorchCheckpointIO.save_checkpoint, save_checkpoint
 
 
 def read_checkpoint(args: Namespace) -> dict | None:

@@ -83,6 +83,9 @@ def test_ddp_spawn(reference, tmp_path):
     done = launch(sys.executable, "04_lightning.py", *words)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("world size 2 | batch 48 x 2 = 96") == 1
+    assert done.stdout.startswith("04_lightning.py | world size 2"), "notes of Lightning"
+    for noise in ("GLOBAL_RANK", "max_epochs", "treespec", "srun", "not empty"):
+        assert noise not in done.stdout + done.stderr
     assert (tmp_path / "checkpoint.ckpt").exists()
     done = fork("00_single_gpu.py", 1, "--epochs=3", folder=tmp_path)
     assert_epochs(done.epochs, reference)
@@ -120,6 +123,122 @@ def test_strategies_that_cannot_work():
         done = fork("04_lightning.py", 1, f"--strategy={strategy}", before=before)
         assert done.codes == [2] and text in done.err, done.err
         assert done.err.count("\n") == 1 and not done.out, done.err
+
+
+@pytest.mark.parametrize(
+    "option, line",
+    [
+        ("--num-nodes=0", "--num-nodes must be more than 0"),
+        ("--precision=half", "no --precision half: use 32-true, 64-true, 16-mixed, bf16-mixed,"),
+        ("--checkpoint=a.ckpt", "a.ckpt would be Lightning's own file: let --checkpoint end"),
+    ],
+)
+def test_options_that_cannot_work(option, line):
+    done = fork("04_lightning.py", 1, option, before=by_hand)
+    assert done.codes == [2] and line in done.err and done.err.count("\n") == 1, done.err
+
+
+@pytest.mark.parametrize("topic", ["logging", "validation", "debugging"])
+def test_topics_that_need_the_process_of_rank_0(topic):
+    words = ["--strategy=ddp_fork", "--devices=2", "--epochs=1"]
+    done = fork(f"topics/lightning_{topic}.py", 1, *words, before=by_hand)
+    assert done.codes == [2] and "ddp_fork" in done.err and "use ddp\n" in done.err, done.err
+    assert done.err.count("\n") == 1 and not done.out
+
+
+def interactive():
+    """As in a notebook."""
+    from lightning.pytorch.trainer.connectors import accelerator_connector
+
+    by_hand()
+    accelerator_connector._IS_INTERACTIVE = True
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "sync_once", "ddp_notebook"])
+def test_in_a_notebook(strategy, reference):
+    words = [f"--strategy={strategy}", "--devices=2", "--epochs=1"]
+    done = fork("04_lightning.py", 1, *words, before=interactive)
+    if strategy == "ddp_notebook":
+        assert_epochs(done.epochs, reference[:1])
+    else:
+        assert "is not compatible with an interactive environment" in done.err and not done.epochs
+
+
+UNPICKLABLE = ("common.build_model(args)\n", "common.build_model(args); self.f = lambda: 0\n")
+NO_GUARD = ('if __name__ == "__main__":\n', "if True:\n")
+
+
+@pytest.mark.parametrize(
+    "change, strategy, error",
+    [
+        (UNPICKLABLE, "ddp_spawn", r"Can't (pickle|get) local object"),
+        (UNPICKLABLE, "ddp", None),
+        (NO_GUARD, "ddp_spawn", "bootstrapping phase|process . terminated with exit code"),
+        (NO_GUARD, "ddp", None),
+    ],
+)
+def test_pickling_and_main_guard(change, strategy, error, tmp_path):
+    text = (ROOT / "04_lightning.py").read_text()
+    assert change[0] in text
+    (tmp_path / "mine.py").write_text(text.replace(*change))
+    words = ["--devices=2", f"--strategy={strategy}", "--epochs=1", "--checkpoint="]
+    command = [sys.executable, "mine.py", *words]
+    done = launch(*command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+    assert (done.returncode != 0) == bool(error), done.stderr
+    assert done.stdout.count("epoch 1/1") == (0 if error else 1)
+    assert not error or re.search(error, done.stderr), done.stderr
+
+
+# ---- the two checkpoint files --------------------------------------------------------------------
+
+
+def test_half_a_file_is_never_there(reference, tmp_path):
+    """Not even where the disk is full, or the process killed, while Lightning writes."""
+
+    def half_a_file():
+        from lightning.pytorch.plugins import TorchCheckpointIO
+
+        def save(self, checkpoint, path, storage_options=None):
+            with open(path, "wb") as file:
+                file.write(b"half")
+            raise OSError("No space left on device")
+
+        TorchCheckpointIO.save_checkpoint = save
+
+    assert fork("04_lightning.py", 2, "--epochs=1", folder=tmp_path).codes == [0, 0]
+    done = fork("04_lightning.py", 2, "--epochs=2", folder=tmp_path, before=half_a_file)
+    assert 0 not in done.codes and "No space left" in done.err
+    done = fork("04_lightning.py", 2, "--epochs=3", folder=tmp_path)
+    assert done.codes == [0, 0], done.err
+    # The plain file had two epochs, Lightning's one: the second is done again, and is the same.
+    assert_epochs(done.epochs, [*reference[:2], *reference[1:]])
+
+
+def test_lightnings_file_alone_is_of_no_run(reference, tmp_path):
+    """Who deletes the plain file wants to start again."""
+    assert fork("04_lightning.py", 1, "--epochs=1", "--seed=3", folder=tmp_path).codes == [0]
+    for name in ("checkpoint.pt", "log.json"):
+        (tmp_path / name).unlink()
+    done = fork("04_lightning.py", 1, "--epochs=1", folder=tmp_path)
+    assert_epochs(done.epochs, reference[:1])
+
+
+def test_the_plain_file_alone_is_refused(tmp_path):
+    fork("00_single_gpu.py", 1, "--epochs=1", folder=tmp_path)
+    done = fork("04_lightning.py", 1, "--epochs=2", folder=tmp_path)
+    assert done.codes == [2] and "checkpoint.ckpt to go on: is " in done.err, done.err
+
+
+@pytest.mark.parametrize("rung", ["00_single_gpu.py", "04_lightning.py"])
+def test_a_folder_that_is_read_only(rung):
+    """Said at the start, not after the first epoch."""
+
+    def read_only():
+        os.access = lambda path, mode: mode != os.W_OK
+
+    done = fork(rung, 1, "--epochs=1", before=read_only)
+    assert done.codes == [2] and "checkpoint.pt: its folder is read-only" in done.err, done.err
+    assert not done.out and not done.epochs
 
 
 def test_deepspeed_is_looked_for_before_the_start():
@@ -272,6 +391,20 @@ def test_sync_once_is_ddp(case, tmp_path):
         assert torch.equal(ddp[0][0]["never.weight"], ddp[0][-1]["never.weight"])
 
 
+def test_sync_once_counts_the_steps_of_this_run(tmp_path):
+    """A resumed run has made the all-reduces of its own steps only."""
+    for epochs in (1, 2):
+        done = fork(
+            "topics/sync_once.py", 2, f"--epochs={epochs}", folder=tmp_path, edit=not_compiled
+        )
+        assert done.codes == [0, 0], done.err
+    assert done.out.count("41 all-reduces of gradients in 41 steps") == 2, done.out
+
+
+def not_compiled(text):
+    return text.replace("self.compiled[0](images)", "self.model(images)")
+
+
 # Weights for several buckets, and a single step
 WIDE = ["--model=wide", "--dataset=fake:96", "--image-size=16", "--epochs=1", "--checkpoint="]
 
@@ -387,6 +520,21 @@ def test_logging(world_size, reference):
         r"takes (\S+) ms a step, with sync_dist (\S+) ms", done.out
     ).groups()
     assert float(plain) > 0 and float(with_sync) > 0
+
+
+def test_the_cost_of_a_step_in_a_resumed_run(tmp_path):
+    """Were each log to take a second, it would be a second a step, not half of it."""
+
+    def edit(text):
+        return text.replace(
+            "self.log_seconds += torch.tensor(times).diff()", "self.log_seconds += 1"
+        )
+
+    for epochs in (1, 2):
+        options = {"folder": tmp_path, "edit": edit}
+        done = fork("topics/lightning_logging.py", 1, f"--epochs={epochs}", **options)
+        assert done.codes == [0], done.err
+    assert done.out.count("takes 1000.000 ms a step, with sync_dist 1000.000 ms") == 2, done.out
 
 
 def test_what_sync_dist_costs_is_collectives():

@@ -14,7 +14,6 @@ What changed:           diff -U0 -w 04_lightning.py topics/lightning_dataset.py
 Budget: +33 -3 because more than half of it measures whose pages of memory the data is in.
 """
 
-import logging
 import os
 import shutil
 import sys
@@ -31,6 +30,8 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 sys.path.append(os.getcwd())  # python topics/lightning_dataset.py finds common.py in the root
 import common
 from topics.shared_dataset import held, places
+
+common.set_up_lightning()  # here, not in main: what ddp_spawn starts imports this file
 
 
 class Classifier(L.LightningModule):
@@ -109,8 +110,6 @@ class Classifier(L.LightningModule):
 
 
 def main(args):
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # not its notes on how it starts
     torch.manual_seed(args.seed)
     state = common.read_checkpoint(args)
     common.check(state, args)
@@ -118,7 +117,7 @@ def main(args):
         return
     path = Path(args.checkpoint or "unused").with_suffix(".ckpt")  # Lightning's own, to resume from
     if state and not path.exists():
-        common.fail(f"{args.checkpoint} is of another rung, and Lightning goes on from {path} only")
+        common.fail(f"Lightning needs {path} to go on: is {args.checkpoint} of another rung?")
     own = L.pytorch.callbacks.ModelCheckpoint(path.parent, path.stem, enable_version_counter=False)
     if args.strategy == "sync_once":
         import topics.sync_once  # noqa: F401  a strategy of our own: it tells Lightning its name
@@ -146,7 +145,7 @@ def main(args):
             for tensor in part.tensors:
                 tensor.share_memory_()  # pickling would, but after loaded_at has been noted
     model = Classifier(args, sets)
-    trainer.fit(model, ckpt_path=path if args.checkpoint and path.exists() else None)
+    trainer.fit(model, ckpt_path=path if state else None)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ In another batch:           python -m topics.lightning_debugging --timeout 3600 
 What changed:               diff -U0 -w 04_lightning.py topics/lightning_debugging.py
 """
 
-import logging
 import os
 import sys
 import time
@@ -24,6 +23,8 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 sys.path.append(os.getcwd())  # python topics/lightning_debugging.py finds common.py in the root
 import common
+
+common.set_up_lightning()  # here, not in main: what ddp_spawn starts imports this file
 
 
 class Classifier(L.LightningModule):
@@ -89,8 +90,8 @@ class Classifier(L.LightningModule):
 
 
 def main(args):
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # not its notes on how it starts
+    if args.strategy in ("ddp_spawn", "ddp_fork", "ddp_notebook"):
+        common.fail(f"--strategy {args.strategy} gives rank 0 no terminal to debug in: use ddp")
     torch.manual_seed(args.seed)
     state = common.read_checkpoint(args)
     common.check(state, args)
@@ -98,7 +99,7 @@ def main(args):
         return
     path = Path(args.checkpoint or "unused").with_suffix(".ckpt")  # Lightning's own, to resume from
     if state and not path.exists():
-        common.fail(f"{args.checkpoint} is of another rung, and Lightning goes on from {path} only")
+        common.fail(f"Lightning needs {path} to go on: is {args.checkpoint} of another rung?")
     own = L.pytorch.callbacks.ModelCheckpoint(path.parent, path.stem, enable_version_counter=False)
     if args.strategy == "sync_once":
         import topics.sync_once  # noqa: F401  a strategy of our own: it tells Lightning its name
@@ -117,7 +118,7 @@ def main(args):
         enable_model_summary=False,
         logger=False,
     )
-    trainer.fit(Classifier(args), ckpt_path=path if args.checkpoint and path.exists() else None)
+    trainer.fit(Classifier(args), ckpt_path=path if state else None)
 
 
 if __name__ == "__main__":

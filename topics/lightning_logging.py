@@ -12,10 +12,9 @@ Two processes on the CPU:   python -m topics.lightning_logging
 Four processes:             python -m topics.lightning_logging --devices 4
 The deadlock:               python -m topics.lightning_logging --deadlock 1 --timeout 30
 What changed:               diff -U0 -w 04_lightning.py topics/lightning_logging.py
-Budget: +38 -1 because it has four logs, their cost and a hang in one file.
+Budget: +41 -1 because it has four logs, their cost and a hang in one file.
 """
 
-import logging
 import os
 import sys
 import time
@@ -31,6 +30,8 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 sys.path.append(os.getcwd())  # python topics/lightning_logging.py finds common.py in the root
 import common
+
+common.set_up_lightning()  # here, not in main: what ddp_spawn starts imports this file
 
 
 class Classifier(L.LightningModule):
@@ -62,7 +63,7 @@ class Classifier(L.LightningModule):
         ranks = range(self.trainer.world_size)
         groups = [dist.new_group(ranks[i::2]) for i in range(min(2, len(ranks)))]  # all ranks
         self.group = groups[self.global_rank % 2]
-        self.log_seconds = torch.zeros(2)
+        self.log_seconds, self.first_step = torch.zeros(2), self.global_step
 
     def on_train_epoch_start(self):  # Lightning has called sampler.set_epoch
         self.sums = torch.zeros(4, device=self.device)  # loss, samples, correct, tested
@@ -109,8 +110,8 @@ class Classifier(L.LightningModule):
 
 
 def main(args):
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # not its notes on how it starts
+    if args.strategy in ("ddp_spawn", "ddp_fork", "ddp_notebook"):
+        common.fail(f"--strategy {args.strategy} trains in other processes than this: use ddp")
     torch.manual_seed(args.seed)
     state = common.read_checkpoint(args)
     common.check(state, args)
@@ -118,7 +119,7 @@ def main(args):
         return
     path = Path(args.checkpoint or "unused").with_suffix(".ckpt")  # Lightning's own, to resume from
     if state and not path.exists():
-        common.fail(f"{args.checkpoint} is of another rung, and Lightning goes on from {path} only")
+        common.fail(f"Lightning needs {path} to go on: is {args.checkpoint} of another rung?")
     own = L.pytorch.callbacks.ModelCheckpoint(path.parent, path.stem, enable_version_counter=False)
     if args.strategy == "sync_once":
         import topics.sync_once  # noqa: F401  a strategy of our own: it tells Lightning its name
@@ -139,7 +140,7 @@ def main(args):
     )
     model = Classifier(args)
     try:
-        trainer.fit(model, ckpt_path=path if args.checkpoint and path.exists() else None)
+        trainer.fit(model, ckpt_path=path if state else None)
     except RuntimeError as error:
         ends = ("Timed out waiting", "by peer")  # by peer: a rank that waited as long has left
         if args.deadlock and trainer.is_global_zero and any(end in str(error) for end in ends):
@@ -151,7 +152,8 @@ def main(args):
             print(f"{name:15} {found[name]:.4%}")
         correct, tested = found["correct"], found["tested"]
         print(f"{'sums':15} {correct / tested:.4%}, {correct:.0f} of {tested:.0f}")
-        plain, synced = (model.log_seconds / trainer.global_step * 1000).tolist()
+        steps = trainer.global_step - model.first_step
+        plain, synced = (model.log_seconds / steps * 1000).tolist()
         print(f"self.log takes {plain:.3f} ms a step, with sync_dist {synced:.3f} ms", flush=True)
 
 

@@ -9,10 +9,9 @@ Two processes on the CPU:   python -m topics.lightning_validation
 Three processes:            python -m topics.lightning_validation --devices 3
 Started by torchrun:        torchrun --standalone --nproc-per-node=2 -m topics.lightning_validation
 What changed:               diff -U0 -w 04_lightning.py topics/lightning_validation.py
-Budget: +21 -2 because it needs a test step and a second Trainer.
+Budget: +23 -2 because it needs a test step and a second Trainer.
 """
 
-import logging
 import os
 import sys
 import time
@@ -27,6 +26,8 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 sys.path.append(os.getcwd())  # python topics/lightning_validation.py finds common.py in the root
 import common
+
+common.set_up_lightning()  # here, not in main: what ddp_spawn starts imports this file
 
 
 class Classifier(L.LightningModule):
@@ -94,8 +95,8 @@ class Classifier(L.LightningModule):
 
 
 def main(args):
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # not its notes on how it starts
+    if args.strategy in ("ddp_spawn", "ddp_fork", "ddp_notebook"):
+        common.fail(f"--strategy {args.strategy} trains in other processes than this: use ddp")
     torch.manual_seed(args.seed)
     state = common.read_checkpoint(args)
     common.check(state, args)
@@ -103,7 +104,7 @@ def main(args):
         return
     path = Path(args.checkpoint or "unused").with_suffix(".ckpt")  # Lightning's own, to resume from
     if state and not path.exists():
-        common.fail(f"{args.checkpoint} is of another rung, and Lightning goes on from {path} only")
+        common.fail(f"Lightning needs {path} to go on: is {args.checkpoint} of another rung?")
     own = L.pytorch.callbacks.ModelCheckpoint(path.parent, path.stem, enable_version_counter=False)
     if args.strategy == "sync_once":
         import topics.sync_once  # noqa: F401  a strategy of our own: it tells Lightning its name
@@ -123,7 +124,7 @@ def main(args):
         logger=False,
     )
     model = Classifier(args)
-    trainer.fit(model, ckpt_path=path if args.checkpoint and path.exists() else None)
+    trainer.fit(model, ckpt_path=path if state else None)
 
     test_loader = DataLoader(Subset(common.load_datasets(args)[1], range(997)), 100)
     (padded,) = trainer.test(model, test_loader, verbose=False)  # all ranks
