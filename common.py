@@ -195,7 +195,6 @@ def parse_args(launcher: str = "python", **options: int | float | str) -> Namesp
                 open(path, "rb").close()
     except OSError as error:
         fail(f"cannot use {path}: {error}")
-    args.rung, args.effective_batch = Path(sys.argv[0]).name, args.batch_size
     args.per_rank_batch = args.batch_size // args.world_size
     return args
 
@@ -389,11 +388,10 @@ def restore(state: dict | None, args: Namespace, model: nn.Module, optimizer: Op
 
 def print_start(args: Namespace, device: torch.device) -> None:
     """Print the start line: what runs, on what, with which effective batch."""
-    batch = f"batch {args.per_rank_batch} x {args.world_size} = {args.effective_batch}"
+    ranks = f"{Path(sys.argv[0]).name} | world size {args.world_size}"
+    batch = f"batch {args.per_rank_batch} x {args.world_size} = {args.batch_size} | lr {args.lr}"
     where = f"device {device.type} | backend {backend()} | threads {torch.get_num_threads()}"
-    batch += f" | lr {args.lr}"
-    text = f"{args.rung} | world size {args.world_size} | {batch} | {where}"
-    print(f"{text} | torch {torch.__version__}", flush=True)
+    print(f"{ranks} | {batch} | {where} | torch {torch.__version__}", flush=True)
 
 
 def backend() -> str:
@@ -422,9 +420,8 @@ def seconds_since(start: float, device: torch.device) -> float:
             from resource import RUSAGE_SELF, getrusage  # not on Windows
 
             memory = getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        entry = {"seconds": seconds, "peak_memory": memory, "threads": torch.get_num_threads()}
         with open(Path(folder, f"{rank()}.jsonl"), "a") as file:
-            print(json.dumps(entry), file=file)
+            print(json.dumps({"seconds": seconds, "peak_memory": memory}), file=file)
     return seconds
 
 
@@ -434,16 +431,15 @@ def log_epoch(args: Namespace, epoch: int, sums: torch.Tensor, seconds: float) -
     sums (4,), over all ranks: train loss times samples, train samples, correct, test samples.
     """
     loss, trained, correct, tested = sums.tolist()
-    entry = {name: getattr(args, name) for name in ("rung", "world_size", "lr", "seed")}
-    entry |= {"per_rank_batch": args.per_rank_batch, "effective_batch": args.effective_batch}
-    entry |= {"epoch": epoch + 1, "train_loss": loss / trained, "test_accuracy": correct / tested}
-    entry |= {"test_samples": int(tested), "samples_per_second": trained / seconds}
-    entry |= {"device": sums.device.type, "backend": backend(), "torch": torch.__version__}
-    print(
-        f"epoch {epoch + 1}/{args.epochs} | train loss {entry['train_loss']:.4f}"
-        f" | test accuracy {entry['test_accuracy']:.1%} | {trained / seconds:.0f} samples/s",
-        flush=True,
-    )
+    loss, accuracy, speed = loss / trained, correct / tested, trained / seconds
+    line = f"train loss {loss:.4f} | test accuracy {accuracy:.1%} | {speed:.0f} samples/s"
+    print(f"epoch {epoch + 1}/{args.epochs} | {line}", flush=True)
     if args.log_json:
+        names = ("world_size", "lr", "seed", "per_rank_batch")
+        entry = {"rung": Path(sys.argv[0]).name} | {name: getattr(args, name) for name in names}
+        entry |= {"effective_batch": args.batch_size, "epoch": epoch + 1, "train_loss": loss}
+        entry |= {"test_accuracy": accuracy, "test_samples": int(tested)}
+        entry |= {"samples_per_second": speed, "device": sums.device.type}
+        entry |= {"backend": backend(), "torch": torch.__version__}
         with open(args.log_json, "a") as file:
             print(json.dumps(entry), file=file)
