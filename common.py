@@ -237,16 +237,15 @@ def load_datasets(args: Namespace) -> tuple[TensorDataset, TensorDataset]:
     else:
         from torchvision import datasets  # here, not above: it takes a second
 
-        (DATA / "downloads").mkdir(exist_ok=True)
+        make, folder = getattr(datasets, name), DATA / "downloads"
+        folder.mkdir(exist_ok=True)
         try:
-            with FileLock(DATA / "downloads" / "lock", timeout=1800):
-                make = partial(getattr(datasets, name), DATA / "downloads", download=True)
-                parts = [
-                    (part.data, part.targets) for part in (make(train=True), make(train=False))
-                ]
+            with FileLock(folder / "lock", timeout=1800):
+                found = [make(folder, train, download=True) for train in (True, False)]
         except (OSError, RuntimeError) as error:
             command = f"python 00_single_gpu.py --dataset {name} --epochs 1"
             fail(f"cannot download {name} ({error}). Where there is a network, run: {command}")
+        parts = [(part.data, part.targets) for part in found]
     sets = []
     for images, labels in parts:
         images = torch.as_tensor(images).reshape(len(labels), *images.shape[1:3], -1)
