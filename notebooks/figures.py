@@ -832,88 +832,67 @@ def final(rows: list[dict]):
 
 # ---- sampling.ipynb ------------------------------------------------------------------------------
 
-
-def grid(panels: dict, meaning: dict, across: str):
-    """Draw tables of cells: panels is {title: {row: [(text, kind)]}}, meaning is {kind: legend}."""
-    heights = [len(table) for table in panels.values()]
-    widest = max(len(cells) for table in panels.values() for cells in table.values())
-    figure, axes = plt.subplots(
-        len(panels),
-        1,
-        squeeze=False,
-        figsize=(2 + 0.3 * widest, 0.8 * len(panels) + 0.3 * sum(heights)),
-        height_ratios=heights,
-    )
-    for (title, lists), ax in zip(panels.items(), axes[:, 0], strict=True):
-        for y, cells in enumerate(lists.values()):
-            for x, (text, kind) in enumerate(cells):
-                color, hatch = SHADES[kind % len(SHADES)]
-                ax.barh(y, 1, 1, x - 0.5, color=color, hatch=hatch, ec="black", lw=0.6)
-                box = {"fc": "white", "ec": "none", "pad": 0.8}
-                ax.text(x, y, text, ha="center", va="center", size=8, bbox=box)
-        ax.set_yticks(range(len(lists)), list(lists))
-        ax.set(
-            xlim=(-0.6, widest - 0.4), ylim=(len(lists) - 0.4, -0.6), title=title, aspect="equal"
-        )
-        ax.set_xticks(range(widest), range(widest), size=7)
-        ax.grid(visible=False)
-    axes[-1, 0].set_xlabel(across)
-    patches = [
-        Patch(
-            fc=SHADES[kind % len(SHADES)][0],
-            hatch=SHADES[kind % len(SHADES)][1],
-            ec="black",
-            label=words,
-        )
-        for kind, words in meaning.items()
-    ]
-    figure.legend(handles=patches, ncols=4, fontsize=8, loc="outside lower center", frameon=False)
-    return figure
-
-
 SHADES = [("#ffffff", ""), ("#9ecae1", "////"), ("#fdd0a2", "...."), ("#888888", "")]
 SHADES += [("#c7e9c0", "xxxx"), ("#dddddd", "----")]
 
 
-def hands(panels: dict):
+def grid(tables: dict, meaning: dict, across: str):
+    """Draw tables of cells: tables is {title: {row: [(text, kind)]}}, meaning is {kind: legend}."""
+    heights = [len(lists) for lists in tables.values()]
+    widest = max(len(cells) for lists in tables.values() for cells in lists.values())
+    size = (2 + 0.3 * widest, 0.8 * len(tables) + 0.3 * sum(heights))
+    figure, axes = canvas(heights, size=size)
+    for (title, lists), ax in zip(tables.items(), axes, strict=True):
+        for y, cells in enumerate(lists.values()):
+            for x, (text, kind) in enumerate(cells):
+                ax.barh(y, 1, 1, x - 0.5, **area(kind, SHADES))
+                box = {"fc": "white", "ec": "none", "pad": 0.8}
+                ax.text(x, y, text, ha="center", va="center", size=8, bbox=box)
+        ax.set_yticks(range(len(lists)), list(lists))
+        ax.set(xlim=(-0.6, widest - 0.4), ylim=(len(lists) - 0.4, -0.6))
+        ax.set(title=title, aspect="equal")
+        ax.set_xticks(range(widest), range(widest), size=7)
+        ax.grid(visible=False)
+    axes[-1].set_xlabel(across)
+    shades = [SHADES[kind % len(SHADES)] for kind in meaning]
+    patches = [Patch(facecolor=color, hatch=hatch, edgecolor="black") for color, hatch in shades]
+    below(figure, 4, patches, meaning.values())
+    return figure
+
+
+def hands(tables: dict):
     """A row for each rank, with the numbers of its samples in order: {title: {rank: samples}}."""
-    ranks = sorted({rank for lists in panels.values() for rank in lists})
     cells = {
-        title: {f"rank {rank}": [(n, rank) for n in lists[rank]] for rank in lists}
-        for title, lists in panels.items()
+        title: {f"rank {rank}": [(n, rank) for n in samples] for rank, samples in lists.items()}
+        for title, lists in tables.items()
     }
+    ranks = sorted({rank for lists in tables.values() for rank in lists})
     return grid(cells, {rank: f"rank {rank}" for rank in ranks}, "place in the rank's list")
 
 
-def owners(panels: dict):
+def owners(tables: dict):
     """A row for each epoch: which rank gets which sample. {title: {epoch: {rank: samples}}}."""
     cells, ranks = {}, set()
-    for title, epochs in panels.items():
+    for title, epochs in tables.items():
         cells[title] = {}
         for epoch, lists in epochs.items():
             owner = {sample: rank for rank in lists for sample in lists[rank]}
-            ranks |= set(lists)
             cells[title][f"epoch {epoch}"] = [(owner[n], owner[n]) for n in sorted(owner)]
+            ranks |= set(lists)
     return grid(cells, {rank: f"rank {rank}" for rank in sorted(ranks)}, "sample of the data set")
 
 
-def repeats(panels: dict, samples: int):
+def repeats(tables: dict, samples: int):
     """A row for each rank, and which samples come a second time. Prints what each way counts."""
     cells, lines = {}, []
-    for title, lists in panels.items():
-        seen, cells[title] = set(), {}
-        longest = max(map(len, lists.values()))
-        for rank in lists:
-            cells[title][f"rank {rank}"] = [(n, 0) for n in lists[rank]]
-        for place in range(longest):
-            for rank in lists:
-                if place < len(lists[rank]):
-                    sample = lists[rank][place]
-                    cells[title][f"rank {rank}"][place] = (sample, 3 if sample in seen else 0)
-                    seen.add(sample)
-        dealt = sum(map(len, lists.values()))
-        lost = sorted(set(range(samples)) - seen)
-        lines.append((title, dealt, dealt - len(seen), len(lost)))
+    for title, lists in tables.items():
+        seen, cells[title] = set(), {f"rank {rank}": [] for rank in lists}
+        dealt = [(place, rank) for rank in lists for place in range(len(lists[rank]))]
+        for place, rank in sorted(dealt):
+            sample = lists[rank][place]
+            cells[title][f"rank {rank}"].append((sample, 3 if sample in seen else 0))
+            seen.add(sample)
+        lines.append((title, len(dealt), len(dealt) - len(seen), len(set(range(samples)) - seen)))
     table([f"{samples} samples", "dealt", "repeated", "left out"], lines)
     return grid(cells, {0: "first time", 3: "a second time"}, "place in the rank's list")
 
