@@ -60,11 +60,10 @@ def fail(message: str) -> NoReturn:
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: object) -> None:
     """Spare the user a traceback that is not about our code."""
-    if issubclass(kind, (ProcessExitedException, KeyboardInterrupt)):
-        if getattr(error, "exit_code", None) != 2:  # else a rank has called fail()
-            print(f"{Path(sys.argv[0]).name}: {str(error) or 'interrupted'}", file=sys.stderr)
-    else:
+    if not issubclass(kind, (ProcessExitedException, KeyboardInterrupt)):
         sys.__excepthook__(kind, error, trace)
+    elif getattr(error, "exit_code", None) != 2:  # else a rank has called fail()
+        print(f"{Path(sys.argv[0]).name}: {str(error) or 'interrupted'}", file=sys.stderr)
 
 
 sys.excepthook = _excepthook
@@ -320,9 +319,9 @@ def save_checkpoint(args: Namespace, epochs: int, model: nn.Module, optimizer: O
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # on the same disk, for os.replace
     state = {name: getattr(args, name) for name in SETTINGS} | {"epochs": epochs}
     state |= {"weights": model.state_dict(), "optimizer": optimizer.state_dict()}
-    state |= {"rng": torch.get_rng_state()}
+    state["rng"] = torch.get_rng_state()
     if torch.cuda.is_available():
-        state |= {"cuda_rng": torch.cuda.get_rng_state()}
+        state["cuda_rng"] = torch.cuda.get_rng_state()
     if path.exists():
         shutil.copyfile(path, temporary)
         os.replace(temporary, f"{path}.previous")
