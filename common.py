@@ -64,11 +64,10 @@ def fail(message: str) -> NoReturn:
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: object) -> None:
     """Spare the user a traceback that is not about our code."""
-    if issubclass(kind, (ProcessExitedException, KeyboardInterrupt)):
-        if getattr(error, "exit_code", None) != 2:  # else a rank has called fail()
-            print(f"{Path(sys.argv[0]).name}: {str(error) or 'interrupted'}", file=sys.stderr)
-    else:
+    if not issubclass(kind, (ProcessExitedException, KeyboardInterrupt)):
         sys.__excepthook__(kind, error, trace)
+    elif getattr(error, "exit_code", None) != 2:  # else a rank has called fail()
+        print(f"{Path(sys.argv[0]).name}: {str(error) or 'interrupted'}", file=sys.stderr)
 
 
 sys.excepthook = _excepthook
@@ -115,9 +114,8 @@ def parse_args(launcher: str = "python", **options: int | float | str) -> Namesp
     "multinode" (torchrun or srun, any number of nodes) or "lightning".
     options: what this script takes beside the common options, as name=default.
     """
-    help_of = sys.modules["__main__"].__doc__
-    parser = ArgumentParser(description=help_of, formatter_class=RawDescriptionHelpFormatter)
-    parser.error = fail
+    parser = ArgumentParser(formatter_class=RawDescriptionHelpFormatter)
+    parser.description, parser.error = sys.modules["__main__"].__doc__, fail
     add, stem = parser.add_argument, Path(sys.argv[0]).stem
     add("--epochs", type=int, default=5)
     add("--batch-size", type=int, default=96, help="effective: of all ranks together")
@@ -136,69 +134,10 @@ def parse_args(launcher: str = "python", **options: int | float | str) -> Namesp
         add(f"--{name.replace('_', '-')}", type=type(default), default=default)
     args = parser.parse_args()
 
-    env, by_torchrun = os.environ, "TORCHELASTIC_RUN_ID" in os.environ
-    tasks, nodes = (int(env.get(f"SLURM_STEP_NUM_{what}", 1)) for what in ("TASKS", "NODES"))
-    at_most = nodes if by_torchrun else 1 if launcher in ("python", "spawn") else tasks
-    if tasks > at_most:
-        fail(f"srun has started it {tasks} times on {nodes} nodes: use --ntasks-per-node=1")
-    if by_torchrun and launcher in ("python", "spawn"):
-        fail("is not for torchrun: start it with python, or use 02_torchrun.py")
-    alone = "SLURM_STEP_ID" not in env and not by_torchrun
-    if launcher == "lightning" and alone and int(env.get("SLURM_NTASKS", 1)) > 1:
-        fail("waits for the other tasks of the Slurm job: start it with srun python, not python")
+    _check_work(args)
+    _check_launch(launcher, args)
     if launcher == "lightning":
-        shell = not by_torchrun and env.get("SLURM_JOB_NAME") in ("bash", "interactive")
-        if shell and tasks > 1:  # by these names Lightning knows a shell, where it starts ranks
-            fail(f"each of {tasks} tasks would train alone: use srun --job-name=train python")
-        _check_strategy(args.strategy, started=by_torchrun or tasks > 1)
-        if args.precision not in PRECISIONS:
-            fail(f"no --precision {args.precision}: use {', '.join(PRECISIONS)}")
-        if args.checkpoint.endswith(".ckpt"):
-            fail(f"{args.checkpoint} would be Lightning's own file: let --checkpoint end with .pt")
-    name, _, size = args.dataset.partition(":")
-    if name not in DATASETS or (size and not (name == "fake" and size.isdigit() and int(size))):
-        fail(f"no --dataset {args.dataset}: use {', '.join(DATASETS)} or fake:N")
-    train_size, args.channels, native_size = DATASETS[name]
-    args.train_size, args.image_size = int(size or train_size), args.image_size or native_size
-    numbers = ("epochs", "batch_size", "lr", "image_size", "timeout")
-    for name in (*numbers, "nproc", "devices", "num_nodes"):
-        if not getattr(args, name, 1) > 0:
-            fail(f"--{name.replace('_', '-')} must be more than 0")
-    if args.num_workers < 0:
-        fail("--num-workers must be 0 or more")
-    if args.batch_size > args.train_size:
-        fail(f"--batch-size {args.batch_size} is more than the {args.train_size} training images")
-    if launcher in ("torchrun", "multinode"):
-        needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        if missing := ", ".join(name for name in needed if name not in os.environ):
-            command = f"torchrun --standalone --nproc-per-node={gpu_count() or 2} {sys.argv[0]}"
-            fail(f"no launcher has set {missing}. Start it with: {command}")
-        args.world_size = int(os.environ["WORLD_SIZE"])
-        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        if launcher == "torchrun" and on_node != args.world_size:
-            fail(f"is for one node; for {args.world_size} ranks on several use 03_multinode.py")
-    else:
-        on_node = getattr(args, "nproc", getattr(args, "devices", 1))
-        args.world_size = on_node * getattr(args, "num_nodes", 1)
-    started = env.get("WORLD_SIZE" if by_torchrun else "SLURM_NTASKS")
-    if launcher == "lightning" and started and not shell:
-        # Or Lightning would raise, or train with fewer ranks than the batch has been split for.
-        nodes = options["num_nodes"]  # those of the launcher
-        if (int(started), nodes) != (args.world_size, args.num_nodes):
-            asked = f"--devices {args.devices} on --num-nodes {args.num_nodes}"
-            fail(f"{asked}, but {started} ranks have been started on {nodes}: make them equal")
-    if on_node > (gpus := gpu_count()) > 0:
-        fail(f"{on_node} processes for {gpus} GPUs: start {gpus} (CUDA_VISIBLE_DEVICES= for CPU)")
-    if args.batch_size % args.world_size:
-        low = args.batch_size // args.world_size * args.world_size
-        sizes = f"{low} or {low + args.world_size}" if low else f"{args.world_size}"
-        fail(f"--batch-size {args.batch_size} does not split into {args.world_size}: use {sizes}")
-    if args.model != "small" or args.image_size != native_size:
-        try:  # a dry run: meta tensors have shapes, but neither memory nor arithmetic
-            with torch.device("meta"):
-                build_model(args)(torch.zeros(2, args.channels, *[args.image_size] * 2)).argmax(1)
-        except Exception as error:
-            fail(f"--model {args.model} with --image-size {args.image_size} does not work: {error}")
+        _check_lightning(args, options["num_nodes"])
     try:  # now, not after the first epoch
         for path in filter(None, (args.checkpoint, args.log_json)):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -208,24 +147,90 @@ def parse_args(launcher: str = "python", **options: int | float | str) -> Namesp
                 open(path, "rb").close()
     except OSError as error:
         fail(f"cannot use {path}: {error}")
-    args.rung, args.effective_batch = Path(sys.argv[0]).name, args.batch_size
-    args.per_rank_batch = args.batch_size // args.world_size
     return args
 
 
-def _check_strategy(name: str, started: bool) -> None:
-    """Refuse a strategy of Lightning's that cannot work. started: a launcher made the processes."""
-    forks = ("ddp_spawn", "ddp_fork", "ddp_notebook")
-    known = ("ddp", *forks, "sync_once", "fsdp", "deepspeed_stage_2")
+def _check_work(args: Namespace) -> None:
+    """Add the sizes of the data set; refuse numbers, data and models that cannot work."""
+    name, _, size = args.dataset.partition(":")
+    if name not in DATASETS or (size and not (name == "fake" and size.isdecimal())):
+        fail(f"no --dataset {args.dataset}: use {', '.join(DATASETS)} or fake:N")
+    train_size, args.channels, native_size = DATASETS[name]
+    args.train_size, args.image_size = int(size or train_size), args.image_size or native_size
+    for name in ("epochs", "batch_size", "lr", "timeout", "nproc", "devices", "num_nodes"):
+        if not getattr(args, name, 1) > 0:
+            fail(f"--{name.replace('_', '-')} must be more than 0")
+    if args.num_workers < 0:
+        fail("--num-workers must be 0 or more")
+    if args.batch_size > args.train_size:
+        fail(f"--batch-size {args.batch_size} is more than the {args.train_size} training images")
+    if args.model != "small" or args.image_size != native_size:
+        try:  # a dry run: meta tensors have shapes, but neither memory nor arithmetic
+            with torch.device("meta"):
+                build_model(args)(torch.zeros(2, args.channels, *[args.image_size] * 2)).argmax(1)
+        except Exception as error:
+            fail(f"--model {args.model} with --image-size {args.image_size} does not work: {error}")
+
+
+def _check_launch(launcher: str, args: Namespace) -> None:
+    """Add world_size and per_rank_batch; refuse numbers of processes that cannot work."""
+    env, by_torchrun = os.environ, "TORCHELASTIC_RUN_ID" in os.environ
+    tasks, nodes = (int(env.get(f"SLURM_STEP_NUM_{what}", 1)) for what in ("TASKS", "NODES"))
+    at_most = nodes if by_torchrun else 1 if launcher in ("python", "spawn") else tasks
+    if tasks > at_most:
+        fail(f"srun has started it {tasks} times on {nodes} nodes: use --ntasks-per-node=1")
+    if by_torchrun and launcher in ("python", "spawn"):
+        fail("is not for torchrun: start it with python, or use 02_torchrun.py")
+    if launcher in ("torchrun", "multinode"):
+        needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        if missing := ", ".join(name for name in needed if name not in env):
+            command = f"torchrun --standalone --nproc-per-node={gpu_count() or 2} {sys.argv[0]}"
+            fail(f"no launcher has set {missing}. Start it with: {command}")
+        args.world_size, on_node = int(env["WORLD_SIZE"]), int(env.get("LOCAL_WORLD_SIZE", 1))
+        if launcher == "torchrun" and on_node != args.world_size:
+            fail(f"is for one node; for {args.world_size} ranks on several use 03_multinode.py")
+    else:
+        on_node = getattr(args, "nproc", getattr(args, "devices", 1))
+        args.world_size = on_node * getattr(args, "num_nodes", 1)
+    if on_node > (gpus := gpu_count()) > 0:
+        fail(f"{on_node} processes for {gpus} GPUs: start {gpus} (CUDA_VISIBLE_DEVICES= for CPU)")
+    args.per_rank_batch, rest = divmod(args.batch_size, args.world_size)
+    if rest:
+        low = args.batch_size - rest
+        sizes = f"{low} or {low + args.world_size}" if low else f"{args.world_size}"
+        fail(f"--batch-size {args.batch_size} does not split into {args.world_size}: use {sizes}")
+
+
+def _check_lightning(args: Namespace, nodes: int) -> None:
+    """Refuse what cannot work or would wait for ever. nodes: those that the launcher has."""
+    env, by_torchrun = os.environ, "TORCHELASTIC_RUN_ID" in os.environ
+    ranks = int(env.get("WORLD_SIZE" if by_torchrun else "SLURM_NTASKS", 0))
+    started = by_torchrun or int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1
+    # By these names Lightning knows a shell, where it starts the ranks itself.
+    shell = not by_torchrun and env.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    if ranks > 1 and not by_torchrun and "SLURM_STEP_ID" not in env:
+        fail("waits for the other tasks of the Slurm job: start it with srun python, not python")
+    if shell and started:
+        fail(f"each of {ranks} tasks would train alone: use srun --job-name=train python")
+    if ranks and not shell and (ranks, nodes) != (args.world_size, args.num_nodes):
+        asked = f"--devices {args.devices} on --num-nodes {args.num_nodes}"
+        fail(f"{asked}, but {ranks} ranks have been started on {nodes}: make them equal")
+    name, forks = args.strategy, ("ddp_spawn", "ddp_fork", "ddp_notebook")
+    for_gpus = {"fsdp": "topics.fsdp", "deepspeed_stage_2": "topics.zero_optimizer"}
+    known = ("ddp", *forks, "sync_once", *for_gpus)
     if name not in known:
         fail(f"no --strategy {name}: use {', '.join(known)}")
     if name in forks and started:
         fail(f"--strategy {name} makes its own processes: start it with python, or use ddp")
-    if name in known[-2:] and not gpu_count():
-        other = "topics.fsdp" if name == "fsdp" else "topics.zero_optimizer"
-        fail(f"--strategy {name} is for GPUs only in Lightning: use torchrun -m {other}, or ddp")
+    if name in for_gpus and not gpu_count():
+        other = f"torchrun -m {for_gpus[name]}"
+        fail(f"--strategy {name} is for GPUs only in Lightning: use {other}, or ddp")
     if name == "deepspeed_stage_2" and not find_spec("deepspeed"):
         fail("--strategy deepspeed_stage_2 needs deepspeed: pip install deepspeed")
+    if args.precision not in PRECISIONS:
+        fail(f"no --precision {args.precision}: use {', '.join(PRECISIONS)}")
+    if args.checkpoint.endswith(".ckpt"):
+        fail(f"{args.checkpoint} would be Lightning's own file: let --checkpoint end with .pt")
 
 
 # ---- data, model, evaluation ---------------------------------------------------------------------
@@ -251,16 +256,15 @@ def load_datasets(args: Namespace) -> tuple[TensorDataset, TensorDataset]:
     else:
         from torchvision import datasets  # here, not above: it takes a second
 
-        (DATA / "downloads").mkdir(exist_ok=True)
+        make, folder = getattr(datasets, name), DATA / "downloads"
+        folder.mkdir(exist_ok=True)
         try:
-            with FileLock(DATA / "downloads" / "lock", timeout=1800):
-                make = partial(getattr(datasets, name), DATA / "downloads", download=True)
-                parts = [
-                    (part.data, part.targets) for part in (make(train=True), make(train=False))
-                ]
+            with FileLock(folder / "lock", timeout=1800):
+                found = [make(folder, train, download=True) for train in (True, False)]
         except (OSError, RuntimeError) as error:
             command = f"python 00_single_gpu.py --dataset {name} --epochs 1"
             fail(f"cannot download {name} ({error}). Where there is a network, run: {command}")
+        parts = [(part.data, part.targets) for part in found]
     sets = []
     for images, labels in parts:
         images = torch.as_tensor(images).reshape(len(labels), *images.shape[1:3], -1)
@@ -335,9 +339,9 @@ def save_checkpoint(args: Namespace, epochs: int, model: nn.Module, optimizer: O
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # on the same disk, for os.replace
     state = {name: getattr(args, name) for name in SETTINGS} | {"epochs": epochs}
     state |= {"weights": model.state_dict(), "optimizer": optimizer.state_dict()}
-    state |= {"rng": torch.get_rng_state()}
+    state["rng"] = torch.get_rng_state()
     if torch.cuda.is_available():
-        state |= {"cuda_rng": torch.cuda.get_rng_state()}
+        state["cuda_rng"] = torch.cuda.get_rng_state()
     if path.exists():
         shutil.copyfile(path, temporary)
         os.replace(temporary, f"{path}.previous")
@@ -421,11 +425,10 @@ def restore(state: dict | None, args: Namespace, model: nn.Module, optimizer: Op
 
 def print_start(args: Namespace, device: torch.device) -> None:
     """Print the start line: what runs, on what, with which effective batch."""
-    batch = f"batch {args.per_rank_batch} x {args.world_size} = {args.effective_batch}"
+    ranks = f"{Path(sys.argv[0]).name} | world size {args.world_size}"
+    batch = f"batch {args.per_rank_batch} x {args.world_size} = {args.batch_size} | lr {args.lr}"
     where = f"device {device.type} | backend {backend()} | threads {torch.get_num_threads()}"
-    batch += f" | lr {args.lr}"
-    text = f"{args.rung} | world size {args.world_size} | {batch} | {where}"
-    print(f"{text} | torch {torch.__version__}", flush=True)
+    print(f"{ranks} | {batch} | {where} | torch {torch.__version__}", flush=True)
 
 
 def backend() -> str:
@@ -454,9 +457,8 @@ def seconds_since(start: float, device: torch.device) -> float:
             from resource import RUSAGE_SELF, getrusage  # not on Windows
 
             memory = getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        entry = {"seconds": seconds, "peak_memory": memory, "threads": torch.get_num_threads()}
         with open(Path(folder, f"{rank()}.jsonl"), "a") as file:
-            print(json.dumps(entry), file=file)
+            print(json.dumps({"seconds": seconds, "peak_memory": memory}), file=file)
     return seconds
 
 
@@ -466,16 +468,15 @@ def log_epoch(args: Namespace, epoch: int, sums: torch.Tensor, seconds: float) -
     sums (4,), over all ranks: train loss times samples, train samples, correct, test samples.
     """
     loss, trained, correct, tested = sums.tolist()
-    entry = {name: getattr(args, name) for name in ("rung", "world_size", "lr", "seed")}
-    entry |= {"per_rank_batch": args.per_rank_batch, "effective_batch": args.effective_batch}
-    entry |= {"epoch": epoch + 1, "train_loss": loss / trained, "test_accuracy": correct / tested}
-    entry |= {"test_samples": int(tested), "samples_per_second": trained / seconds}
-    entry |= {"device": sums.device.type, "backend": backend(), "torch": torch.__version__}
-    print(
-        f"epoch {epoch + 1}/{args.epochs} | train loss {entry['train_loss']:.4f}"
-        f" | test accuracy {entry['test_accuracy']:.1%} | {trained / seconds:.0f} samples/s",
-        flush=True,
-    )
+    loss, accuracy, speed = loss / trained, correct / tested, trained / seconds
+    line = f"train loss {loss:.4f} | test accuracy {accuracy:.1%} | {speed:.0f} samples/s"
+    print(f"epoch {epoch + 1}/{args.epochs} | {line}", flush=True)
     if args.log_json:
+        names = ("world_size", "lr", "seed", "per_rank_batch")
+        entry = {"rung": Path(sys.argv[0]).name} | {name: getattr(args, name) for name in names}
+        entry |= {"effective_batch": args.batch_size, "epoch": epoch + 1, "train_loss": loss}
+        entry |= {"test_accuracy": accuracy, "test_samples": int(tested)}
+        entry |= {"samples_per_second": speed, "device": sums.device.type}
+        entry |= {"backend": backend(), "torch": torch.__version__}
         with open(args.log_json, "a") as file:
             print(json.dumps(entry), file=file)

@@ -14,6 +14,7 @@ import random
 import re
 import statistics
 from collections import defaultdict
+from operator import itemgetter
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -32,15 +33,20 @@ LINES = [("#000000", "-", "o"), ("#0072b2", "--", "s"), ("#d55e00", "-.", "^")]
 LINES += [("#009e73", ":", "D"), ("#666666", (0, (5, 1, 1, 1, 1, 1)), "v")]
 AREAS = [("#444444", ""), ("#c9dff0", "//"), ("#f0b27a", ".."), ("#ffffff", "xx")]
 AREAS += [("#8fc7b0", "\\\\"), ("#dddddd", "--")]
+GREY, BLACK = {"color": "#888888", "lw": 1}, {"color": "black", "lw": 1}
 
 plt.rcParams.update({"figure.dpi": 80, "figure.facecolor": "white", "axes.grid": True})
 plt.rcParams.update({"grid.color": "#dddddd", "axes.axisbelow": True, "hatch.linewidth": 0.6})
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9})
-plt.rcParams.update(
-    {"svg.hashsalt": "ddp", "axes.titlesize": 9, "figure.constrained_layout.use": True}
-)
+plt.rcParams.update({"axes.titlesize": 9, "figure.constrained_layout.use": True})
+plt.rcParams.update({"svg.hashsalt": "ddp"})
 
 # ---- rows ----------------------------------------------------------------------------------------
+
+WORK = ("hardware", "model", "image_size", "batch", "precision", "threads", "num_workers")
+WORK += ("options",)
+ROW = ("script", "mode", "devices", "model", "image_size", "per_rank_batch", "precision")
+ROW += ("threads", "num_workers", "options", "gpu", "cpu", "torch")
 
 
 def number(text):
@@ -57,54 +63,58 @@ def read(path: Path) -> list[dict]:
     if not path.is_file():
         print(f"There is no file {path.name}, so there is nothing to draw.")
         return []
+    keep = {"torch", "cuda", "nccl", "python", "commit"}  # versions: 2.10 is not 2.1
     with path.open(newline="", encoding="utf-8") as file:
         if path.suffix == ".jsonl":
-            return [json.loads(line) for line in file if line.strip()]
-        rows = list(csv.DictReader(file))
-    keep = {"torch", "cuda", "nccl", "python", "commit"}  # versions: 2.10 is not 2.1
-    return latest([{k: v if k in keep else number(v) for k, v in row.items()} for row in rows])
-
-
-ROW = ("script", "mode", "devices", "model", "image_size", "per_rank_batch", "precision")
-ROW += ("threads", "num_workers", "options", "gpu", "cpu", "torch")
+            rows = [json.loads(line) for line in file if line.strip()]
+        else:
+            rows = list(csv.DictReader(file))
+            rows = [{k: v if k in keep else number(v) for k, v in row.items()} for row in rows]
+    return latest([row | {"hardware": hardware(row)} for row in rows])
 
 
 def latest(rows: list[dict]) -> list[dict]:
     """Return the rows without those of work that was measured again at a later commit."""
     if not rows or "script" not in rows[0]:
         return rows
-    last = {tuple(row[name] for name in ROW): row["commit"] for row in rows}
-    return [row for row in rows if row["commit"] == last[tuple(row[name] for name in ROW)]]
+    work = itemgetter(*ROW)
+    last = {work(row): row["commit"] for row in rows}
+    return [row for row in rows if row["commit"] == last[work(row)]]
 
 
 def hardware(row: dict) -> str:
     """Return what a row was measured on. Only rows of the same hardware and day are compared."""
-    name = row["gpu"] if row["device"] == "cuda" else f"{row['cores']} cores of {row['cpu']}"
+    on_gpu = row.get("device") == "cuda"
+    name = row["gpu"] if on_gpu else f"{row['cores']} cores of {row['cpu']}"
     return f"{name}, torch {row['torch'].partition('+')[0]}, {row['date']}"
 
 
-def by(rows: list[dict], key) -> dict:
-    """Return the rows in groups, {key: rows}, in the order in which the keys appear."""
+def by(rows: list[dict], *names: str) -> dict:
+    """Return the rows in groups, {value or values of these columns: rows}, in their order."""
     groups = defaultdict(list)
     for row in rows:
-        groups[key(row) if callable(key) else tuple(row[name] for name in key)].append(row)
+        groups[itemgetter(*names)(row)].append(row)
     return dict(groups)
+
+
+def alike(one: dict, other: dict, names: tuple[str, ...]) -> bool:
+    """Return whether two have the same in all these columns."""
+    return all(one[name] == other[name] for name in names)
 
 
 def best(rows: list[dict]) -> list[dict]:
     """Return the rows of one hardware: GPUs before CPUs, the most devices, the last day."""
-    groups = by(rows, hardware).values()
 
     def rank(group):
         return group[0]["device"] == "cuda", max(r["devices"] for r in group), group[0]["date"]
 
-    return max(groups, key=rank, default=[])
+    return max(by(rows, "hardware").values(), key=rank, default=[])
 
 
-def speed(rows: list[dict]) -> tuple[float, float, float]:
-    """Return samples/s of rows of equal work: (median, slowest window, quickest window)."""
-    median = statistics.median(row["samples_per_second"] for row in rows)
-    return median, min(row["min"] for row in rows), max(row["max"] for row in rows)
+def windows(rows: list[dict], what: str = "samples_per_second") -> np.ndarray:
+    """Return of rows of equal work (median, lowest window, highest window)."""
+    lowest, highest = min(row["min"] for row in rows), max(row["max"] for row in rows)
+    return np.array([statistics.median(row[what] for row in rows), lowest, highest])
 
 
 def without(options: str) -> set[str]:
@@ -116,45 +126,34 @@ def without(options: str) -> set[str]:
 def series(rows: list[dict]) -> list[dict]:
     """Return one dictionary for each kind of work: what it is, and its speed at each device count.
 
-    points: {devices: (median, slowest, quickest)} in samples/s
-    alone:  the same of the model without DDP on one device (rung 00); None if not measured
+    points: {devices: (median, slowest, quickest window)} in samples/s
+    alone:  whether the model without DDP was measured, on one device (rung 00)
+    base:   the median of that, or else of this script on one device; None if not measured
+    speedup, efficiency: as points, against the base, and that for each device
     """
-    same = ("hardware", "model", "image_size", "precision", "threads", "num_workers")
-    for row in rows:
-        row["hardware"] = hardware(row)
-        row["batch"] = row["per_rank_batch" if row["mode"] == "weak" else "effective_batch"]
+    batch = {"weak": "per_rank_batch", "strong": "effective_batch"}
+    rows = [row | {"batch": row[batch[row["mode"]]]} for row in rows]
     found = []
-    for key, group in by(rows, (*same, "batch", "mode", "script", "options")).items():
-        one = dict(zip((*same, "batch", "mode", "script", "options"), key, strict=True))
-        one["device"] = group[0]["device"]
-        counts = by(group, lambda row: row["devices"])
-        first = [
-            row for row in rows if row["devices"] == 1 and row["per_rank_batch"] == one["batch"]
-        ]
-        first = [row for row in first if all(row[name] == one[name] for name in same)]
+    for group in by(rows, *WORK, "mode", "script").values():
+        one = {name: group[0][name] for name in (*WORK, "mode", "script", "device")}
+        first = [row for row in rows if row["devices"] == 1 and alike(row, one, WORK[:-1])]
         # On one device weak and strong scaling are the same work.
-        mine = [row for row in first if all(row[n] == one[n] for n in ("script", "options"))]
-        counts |= {1: mine} if mine else {}
-        one["points"] = {n: speed(counts[n]) for n in sorted(counts)}
+        mine = [row for row in first if alike(row, one, ("script", "options"))]
+        counts = by(group, "devices") | ({1: mine} if mine else {})
+        one["points"] = {n: windows(counts[n]) for n in sorted(counts)}
         if one["script"].startswith("topics"):
             left_out = without(one["options"]) | {"ddp"}
             plain = [row for row in first if row["script"] == one["script"]]
             plain = [row for row in plain if without(row["options"]) == left_out]
         else:
             plain = [row for row in first if row["script"].startswith("00_")]
-        one["alone"] = speed(plain) if plain else None
+        one["alone"] = bool(plain)
+        one["base"] = windows(plain or mine)[0] if plain or mine else None
+        if one["base"]:
+            one["speedup"] = {n: values / one["base"] for n, values in one["points"].items()}
+            one["efficiency"] = {n: values / n for n, values in one["speedup"].items()}
         found.append(one)
     return found
-
-
-def base(one: dict) -> float:
-    """Return samples/s on one device: of the model without DDP, or else of this script."""
-    return (one["alone"] or one["points"].get(1) or [None])[0]
-
-
-def ratios(one: dict) -> dict:
-    """Return {devices: speedup (median, slowest, quickest) against one device}."""
-    return {n: tuple(v / base(one) for v in values) for n, values in one["points"].items()}
 
 
 def scaled(rows: list[dict], mode: str = "weak") -> list[dict]:
@@ -163,36 +162,26 @@ def scaled(rows: list[dict], mode: str = "weak") -> list[dict]:
     Of scripts that do the same work only the first in DDP is kept.
     """
     found = [one for one in series(rows) if one["mode"] == mode and one["script"] in DDP]
-    found = [one for one in found if base(one) and max(one["points"]) > 1]
+    found = [one for one in found if one["base"] and max(one["points"]) > 1]
     found = [one for one in found if "ddp" not in without(one["options"])]
-    return [min(g, key=lambda one: DDP.index(one["script"])) for g in by(found, WORK).values()]
+    groups = by(found, *WORK).values()
+    return [min(group, key=lambda one: DDP.index(one["script"])) for group in groups]
 
 
 def main_model(found: list[dict]) -> list[dict]:
     """Return the series of the model that is shown where there is room for one."""
-    known = [model for model in MODELS if any(one["model"] == model for one in found)]
-    model = known[0] if known else found[0]["model"]
-    found = [one for one in found if one["model"] == model]
-    size = max(one["image_size"] for one in found)
-    return [one for one in found if one["image_size"] == size]
+    models = [one["model"] for one in found]
+    model = next((name for name in MODELS if name in models), models[0])
+    size = max(one["image_size"] for one in found if one["model"] == model)
+    return [one for one in found if (one["model"], one["image_size"]) == (model, size)]
 
 
 def quickest(found: list[dict]) -> list[dict]:
     """Return of the series that differ in precision alone the quickest one."""
     same = [name for name in (*WORK, "mode", "script") if name != "precision"]
-    return [max(group, key=base) for group in by(found, same).values()]
+    return [max(group, key=itemgetter("base")) for group in by(found, *same).values()]
 
 
-WORK = (
-    "hardware",
-    "model",
-    "image_size",
-    "batch",
-    "precision",
-    "threads",
-    "num_workers",
-    "options",
-)
 WORDS = {
     "script": lambda v: v.partition("_")[0] if v[0] == "0" else v,
     "image_size": "{} px".format,
@@ -204,7 +193,7 @@ WORDS = {
 }
 
 
-def labels(found: list[dict], always=("model",)) -> list[str]:
+def labels(found: list[dict], *always: str) -> list[str]:
     """Return for each dictionary the fewest words that tell it from the others."""
     names = ["model", "script", "mode", "precision", "devices", "options", "image_size", "batch"]
     names = [n for n in [*names, "threads", "num_workers", "hardware"] if n in found[0]]
@@ -220,6 +209,11 @@ def labels(found: list[dict], always=("model",)) -> list[str]:
     return made(chosen)
 
 
+def labelled(found: list[dict], *always: str) -> list[tuple[str, dict]]:
+    """Return the dictionaries with their labels."""
+    return list(zip(labels(found, *always), found, strict=True))
+
+
 # ---- drawing -------------------------------------------------------------------------------------
 
 
@@ -227,34 +221,47 @@ def missing(sentence: str) -> None:
     print(f"Nothing to draw here: {sentence}")
 
 
-def canvas(rows: int, columns: int = 1, height: float = 3, heights: list[float] | None = None):
-    """Return a figure and its axes, in rows and columns; heights are those of single rows."""
-    size = (9, sum(heights) if heights else height * rows)
-    return plt.subplots(rows, columns, figsize=size, squeeze=False, height_ratios=heights)
+def canvas(heights: list[float], columns: int = 1, size: tuple | None = None):
+    """Return a figure with rows of these heights, and its axes: a list, or a list for each row."""
+    size = size or (9, sum(heights))
+    options = {"figsize": size, "height_ratios": heights, "squeeze": False}
+    figure, axes = plt.subplots(len(heights), columns, **options)
+    return figure, axes[:, 0] if columns == 1 else axes
+
+
+def panels(found: list[dict], height: float, columns: int = 1):
+    """Return a figure and, for each hardware, (its name, its rows or series, its axes)."""
+    groups = by(found, "hardware")
+    figure, axes = canvas([height] * len(groups), columns)
+    return figure, list(zip(groups, groups.values(), axes, strict=True))
 
 
 def line(ax, index: int, points: dict, label: str) -> None:
     """Draw {x: (y, lowest, highest)} with its range."""
     color, dashes, marker = LINES[index % len(LINES)]
-    x, (y, low, high) = list(points), zip(*points.values(), strict=True)
-    error = [np.subtract(y, low).clip(0), np.subtract(high, y).clip(0)]
+    y, low, high = np.transpose(list(points.values()))
+    error = [(y - low).clip(0), (high - y).clip(0)]
     style = {"color": color, "ls": dashes, "marker": marker, "ms": 5, "capsize": 3}
-    ax.errorbar(x, y, error, label=label, **style)
+    ax.errorbar(list(points), y, error, label=label, **style)
+
+
+def area(index: int, shades: list = AREAS) -> dict:
+    """Return the style of one kind of bar."""
+    color, hatch = shades[index % len(shades)]
+    return {"color": color, "hatch": hatch, "ec": "black", "lw": 0.6}
 
 
 def bars(ax, groups: list[str], kinds: dict, form: str = "{:.2f}") -> None:
-    """Draw lying bars: kinds is {legend: [(value, lowest, highest) or None for each group]}."""
+    """Draw lying bars: kinds is {legend: {place in groups: (value, lowest, highest)}}."""
     height = 0.8 / len(kinds)
-    top = max(value[2] for values in kinds.values() for value in values if value)
+    top = max(high for values in kinds.values() for _, _, high in values.values())
     for index, (kind, values) in enumerate(kinds.items()):
-        color, hatch = AREAS[index % len(AREAS)]
-        places = [n + (index - (len(kinds) - 1) / 2) * height for n in range(len(groups))]
-        drawn = [(place, value) for place, value in zip(places, values, strict=True) if value]
-        for nth, (place, (value, low, high)) in enumerate(drawn):
-            style = {"color": color, "hatch": hatch, "ec": "black", "lw": 0.6}
-            ax.barh(place, value, height * 0.9, label=None if nth else kind, **style)
+        shift = (index - (len(kinds) - 1) / 2) * height
+        for nth, (group, (value, low, high)) in enumerate(values.items()):
+            place, label = group + shift, None if nth else kind
+            ax.barh(place, value, height * 0.9, label=label, **area(index))
             if high > low:
-                ax.plot([low, high], [place, place], color="black", lw=1, marker="|", ms=4)
+                ax.plot([low, high], [place, place], marker="|", ms=4, **BLACK)
             ax.text(max(value, high) + top / 80, place, form.format(value), va="center", size=8)
     ax.set_yticks(range(len(groups)), groups)
     ax.set_xlim(0, top * 1.12)
@@ -264,14 +271,13 @@ def bars(ax, groups: list[str], kinds: dict, form: str = "{:.2f}") -> None:
 
 def noun(one: dict, n: int = 2) -> str:
     """Return what n devices are called."""
-    return ("GPU" if one["device"] == "cuda" else "process") + (
-        "" if n == 1 else "s" if one["device"] == "cuda" else "es"
-    )
+    word, plural = ("GPU", "s") if one["device"] == "cuda" else ("process", "es")
+    return word + plural * (n > 1)
 
 
 def where(row: dict) -> str:
     """Return the devices of a row, as 2 × a GPU, or 2 processes on a CPU."""
-    name, n = hardware(row).partition(", torch")[0], row["devices"]
+    name, n = row["hardware"].partition(", torch")[0], row["devices"]
     return f"{n} × {name}" if row["device"] == "cuda" else f"{n} {noun(row, n)}, {name}"
 
 
@@ -285,20 +291,25 @@ def device_axis(ax, found: list[dict], more=(1,), log: bool = False) -> None:
     ax.set_xlabel(noun(found[0]))
 
 
-def legend(ax) -> None:
-    """Put the legend at the right, where it hides nothing."""
-    if ax.get_legend_handles_labels()[0]:
-        ax.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+def finish(ax, **words) -> None:
+    """Set the title and the names of the axes; put the legend at the right, where it hides none."""
+    ax.set(**words)
+    ax.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def below(figure, columns: int, handles, names, frame: bool = False) -> None:
+    """Put one legend below all panels."""
+    style = {"fontsize": 8, "loc": "outside lower center", "frameon": frame}
+    figure.legend(handles, names, ncols=columns, **style)
 
 
 def table(heads: list[str], lines: list[tuple]) -> None:
     """Print a table of text, numbers to the right."""
     cells = [heads, *([str(cell) for cell in row] for row in lines)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
-    for row in cells:
-        words = [row[0].ljust(widths[0])]
-        words += [c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]
-        print("  ".join(words).rstrip())
+    first, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for name, *row in cells:
+        words = [c.rjust(w) for c, w in zip(row, widths, strict=True)]
+        print("  ".join([name.ljust(first), *words]).rstrip())
 
 
 # ---- scaling.ipynb -------------------------------------------------------------------------------
@@ -306,10 +317,10 @@ def table(heads: list[str], lines: list[tuple]) -> None:
 
 def contents(rows: list[dict]) -> None:
     """Print what was measured on which hardware."""
-    for name, group in by(rows, hardware).items():
+    for name, group in by(rows, "hardware").items():
         print(name)
         for column in ("devices", "model", "mode", "precision"):
-            print(f"    {column}: {', '.join(map(str, dict.fromkeys(r[column] for r in group)))}")
+            print(f"    {column}: {', '.join(map(str, by(group, column)))}")
 
 
 def speedup(rows: list[dict]):
@@ -317,62 +328,55 @@ def speedup(rows: list[dict]):
     found = scaled(rows)
     if not found:
         return missing("DDP on one device and on several, in weak scaling.")
-    groups = by(found, lambda one: one["hardware"])
-    figure, axes = canvas(len(groups), 2, 3.2)
+    figure, drawn = panels(found, 3.2, 2)
     lines = []
     n, (low, high) = np.array(list(COURSE)), np.transpose(list(COURSE.values()))
-    for (name, group), (left, right) in zip(groups.items(), axes, strict=True):
+    crosses = {"color": "#888888", "ls": "none", "marker": "x", "ms": 7, "capsize": 4}
+    crosses["label"] = "what a course says"
+    for name, group, (left, right) in drawn:
         group = main_model(group)
         for ax, divide in ((left, 1), (right, n)):
-            ax.plot(n, n / divide, color="#888888", lw=1, label="ideal")
-            error = np.stack([high - low, high - low]) / 2 / divide
-            style = {"color": "#888888", "ls": "none", "marker": "x", "ms": 7, "capsize": 4}
-            ax.errorbar(n, (low + high) / 2 / divide, error, label="what a course says", **style)
-        for index, (one, label) in enumerate(
-            zip(group, labels(group, ("model", "script", "precision")), strict=True)
-        ):
-            speeds = ratios(one)
-            each = {k: tuple(v / k for v in values) for k, values in speeds.items()}
-            line(left, index, speeds, label)
-            line(right, index, each, label)
-            for k, (value, slow, quick) in each.items():
-                cells = f"{speeds[k][0]:.2f}", f"{value:.3f}", f"{slow:.3f} to {quick:.3f}"
+            ax.plot(n, n / divide, label="ideal", **GREY)
+            ax.errorbar(n, (low + high) / 2 / divide, (high - low) / 2 / divide, **crosses)
+        for index, (label, one) in enumerate(labelled(group, "model", "script", "precision")):
+            line(left, index, one["speedup"], label)
+            line(right, index, one["efficiency"], label)
+            for k, (value, slow, quick) in one["efficiency"].items():
+                cells = f"{one['speedup'][k][0]:.2f}", f"{value:.3f}", f"{slow:.3f} to {quick:.3f}"
                 lines.append((label, k, *cells, "no DDP" if one["alone"] else "itself"))
         device_axis(left, group, COURSE)
         device_axis(right, group, COURSE, log=True)
         left.set(ylabel="speedup", yticks=left.get_xticks(), title=name)
-        right.set(ylim=(0, None), ylabel="speedup / devices", title="efficiency")
-        legend(right)
+        finish(right, ylim=(0, None), ylabel="speedup / devices", title="efficiency")
     table(["", "devices", "speedup", "efficiency", "windows", "1.0 is one device with"], lines)
     return figure
 
 
 def data_parallel(rows: list[dict]):
     """nn.DataParallel against DDP on the same number of GPUs."""
-    found = [one for one in series(rows) if one["mode"] == "weak" and base(one)]
+    found = [one for one in series(rows) if one["mode"] == "weak" and one["base"]]
     found = [one for one in found if one["device"] == "cuda"]
     old = [one for one in found if one["script"].startswith("00b") and max(one["points"]) > 1]
-    old = quickest(old)
     if not old:
         return missing("DataParallel on several GPUs (00b uses none on the CPU).")
-    groups, kinds, lines = [], {"DataParallel (00b)": [], "DDP": []}, []
-    for one in old:
-        new = [x for x in found if x["script"] in DDP and all(x[n] == one[n] for n in WORK)]
-        new.sort(key=lambda x: DDP.index(x["script"]))
+    new = [one for script in DDP for one in found if one["script"] == script]
+    heads, theirs, ours = [], {}, {}
+    for one in quickest(old):
         for n in (n for n in one["points"] if n > 1):
-            rival = next((ratios(x)[n] for x in new if n in x["points"]), None)
-            groups.append(one | {"devices": n})
-            kinds["DataParallel (00b)"].append(ratios(one)[n])
-            kinds["DDP"].append(rival)
-    names = labels(groups, always=("model", "precision", "devices"))
-    figure, axes = canvas(1, height=1 + 0.45 * len(groups))
-    bars(axes[0, 0], names, kinds)
-    axes[0, 0].axvline(1, color="black", lw=1)
-    axes[0, 0].set(xlabel="speedup against one GPU", title="DataParallel against DDP")
-    legend(axes[0, 0])
-    for name, a, b in zip(names, *kinds.values(), strict=True):
-        if b:
-            lines.append((name, f"{a[0]:.2f}", f"{b[0]:.2f}", f"{b[0] / a[0]:.1f}"))
+            rivals = [x for x in new if alike(x, one, WORK) and n in x["points"]]
+            theirs[len(heads)] = one["speedup"][n]
+            if rivals:
+                ours[len(heads)] = rivals[0]["speedup"][n]
+            heads.append(one | {"devices": n})
+    names = labels(heads, "model", "precision", "devices")
+    figure, [ax] = canvas([1 + 0.45 * len(heads)])
+    bars(ax, names, {"DataParallel (00b)": theirs, "DDP": ours})
+    ax.axvline(1, **BLACK)
+    finish(ax, xlabel="speedup against one GPU", title="DataParallel against DDP")
+    lines = []
+    for row, speed in ours.items():
+        a, b = theirs[row][0], speed[0]
+        lines.append((names[row], f"{a:.2f}", f"{b:.2f}", f"{b / a:.1f}"))
     table(["speedup against one GPU", "DataParallel", "DDP", "DDP / DataParallel"], lines)
     return figure
 
@@ -383,43 +387,37 @@ def launchers(rows: list[dict]):
     what["04"] = "04, Lightning"
     found = [one for one in series(rows) if one["script"][:2] in what]
     found = [one for one in found if one["mode"] == "weak"] or found
-    groups, same = [], (*WORK, "mode")
-    for group in by(found, same).values():
+    heads, speeds = [], []
+    for group in by(found, *WORK, "mode").values():
         scripts = {one["script"][:2]: one["points"] for one in group}
         first = "03" if "03" in scripts else "02"
         others = {n for name in scripts if name != first for n in scripts[name]}
         most = max(others & set(scripts.get(first, [])), default=0)
         if most:
-            speeds = {
-                name: np.array(x[most]) / scripts[first][most][0]
-                for name, x in scripts.items()
-                if most in x
-            }
-            head = {name: group[0][name] for name in same}
-            groups.append((head | {"devices": most, "of": first}, speeds))
-    if not groups:
+            here = {name: points[most] for name, points in scripts.items() if most in points}
+            speeds.append({name: values / here[first][0] for name, values in here.items()})
+            head = {name: group[0][name] for name in (*WORK, "mode")}
+            heads.append(head | {"devices": most, "of": first})
+    if not heads:
         return missing("rung 03 or 02 beside another one, on the same work.")
-    names = labels([head for head, _ in groups], ("model", "precision", "devices"))
-    figure, axes = canvas(1, height=1.2 + 0.35 * len(groups))
-    ax = axes[0, 0]
+    names = labels(heads, "model", "precision", "devices")
+    figure, [ax] = canvas([1.2 + 0.35 * len(heads)])
     for index, (name, words) in enumerate(what.items()):
-        have = [(row, head, x[name]) for row, (head, x) in enumerate(groups) if name in x]
-        have = [(row, value) for row, head, value in have if head["of"] != name]
+        have = [row for row, x in enumerate(speeds) if name in x and heads[row]["of"] != name]
         if have:
-            value, low, high = np.transpose([value for _, value in have])
-            places = [row + (index - 1.5) * 0.2 for row, _ in have]
+            value, low, high = np.transpose([speeds[row][name] for row in have])
             style = {"color": LINES[index][0], "marker": LINES[index][2], "ms": 5, "ls": "none"}
-            error = [value - low, high - value]
+            places, error = np.array(have) + (index - 1.5) * 0.2, [value - low, high - value]
             ax.errorbar(value, places, xerr=error, capsize=2, label=words, **style)
-    ax.axvline(1, color="black", lw=1)
-    ax.set_yticks(range(len(groups)), names)
-    ax.set_ylim(len(groups) - 0.5, -0.5)
-    ax.set(xlabel="samples/s relative to 03 (or 02)", title="the launcher, and Lightning's loop")
-    legend(ax)
+    ax.axvline(1, **BLACK)
+    ax.set_yticks(range(len(heads)), names)
+    ax.set_ylim(len(heads) - 0.5, -0.5)
+    ax.set_title("the launcher, and Lightning's loop")
+    finish(ax, xlabel="samples/s relative to 03 (or 02)")
     lines = []
-    for label, (head, speeds) in zip(names, groups, strict=True):
-        cells = [f"{speeds[name][0]:.3f}" if name in speeds else "" for name in what]
-        _, low, high = speeds[head["of"]]
+    for label, head, here in zip(names, heads, speeds, strict=True):
+        cells = [f"{here[name][0]:.3f}" if name in here else "" for name in what]
+        _, low, high = here[head["of"]]
         lines.append((label, *cells, f"{low:.3f} to {high:.3f}"))
     table(["samples/s, relative", *what, "windows of 1.000"], lines)
     return figure
@@ -430,30 +428,23 @@ def weak_strong(rows: list[dict]):
     weak, found = scaled(rows, "weak"), []
     shared = [name for name in WORK if name != "batch"]
     for one in quickest(scaled(rows, "strong")):
-        same = [x for x in weak if all(x[name] == one[name] for name in shared)]
-        found += [(x, one) for x in same if x["batch"] == one["batch"]][:1] or [
-            (x, one) for x in same
-        ][:1]
+        twins = [other for other in weak if alike(other, one, shared)]
+        twins.sort(key=lambda other: other["batch"] != one["batch"])  # one of that batch, if any
+        found += [twins[0], one] if twins else []
     if not found:
         return missing("the same work in weak and in strong scaling, on several devices.")
-    groups = by(found, lambda pair: pair[1]["hardware"])
-    figure, axes = canvas(len(groups), height=2.8)
+    figure, drawn = panels(found, 2.8)
     lines = []
-    for (name, group), ax in zip(groups.items(), axes[:, 0], strict=True):
-        chosen = main_model([pair[1] for pair in group])
-        pairs = [one for pair in group if pair[1] in chosen for one in pair]
-        for index, (one, label) in enumerate(
-            zip(pairs, labels(pairs, ("model", "mode", "precision")), strict=True)
-        ):
-            efficiency = {n: tuple(v / n for v in x) for n, x in ratios(one).items()}
-            line(ax, index, efficiency, label)
-            for n, values in efficiency.items():
+    for name, group, ax in drawn:
+        group = main_model(group)
+        for index, (label, one) in enumerate(labelled(group, "model", "mode", "precision")):
+            line(ax, index, one["efficiency"], label)
+            for n, values in one["efficiency"].items():
                 batch = one["batch"] if one["mode"] == "weak" else one["batch"] // n
                 lines.append((label, n, batch, f"{values[0]:.3f}"))
-        ax.axhline(1, color="#888888", lw=1)
-        device_axis(ax, pairs, log=True)
-        ax.set(ylim=(0, None), ylabel="efficiency", title=name)
-        legend(ax)
+        ax.axhline(1, **GREY)
+        device_axis(ax, group, log=True)
+        finish(ax, ylim=(0, None), ylabel="efficiency", title=name)
     table(["", "devices", "per-rank batch", "efficiency"], lines)
     return figure
 
@@ -470,44 +461,42 @@ def law(s: float, n):
     return 1 / (s + (1 - s) / n)
 
 
-def fits(points: dict, draws: int = 2000) -> tuple[float, tuple[float, float]]:
+def fits(points: dict, draws: int = 2000) -> tuple[float, float, float]:
     """Return the serial fraction of the medians, and a range: 5 to 95 % of 2,000 fits.
 
     Each of those takes for each device count a speed between the slowest and the quickest window.
     """
     source, found = random.Random(0), []
+    ranges = {n: values.tolist() for n, values in points.items()}
     for _ in range(draws):
-        found.append(
-            serial_fraction(
-                {n: source.triangular(low, high, mid) for n, (mid, low, high) in points.items()}
-            )
-        )
+        drawn = {n: source.triangular(low, high, mid) for n, (mid, low, high) in ranges.items()}
+        found.append(serial_fraction(drawn))
     found.sort()
     middle = serial_fraction({n: values[0] for n, values in points.items()})
-    return middle, (min(middle, found[draws // 20]), max(middle, found[-1 - draws // 20]))
+    return middle, min(middle, found[draws // 20]), max(middle, found[-1 - draws // 20])
 
 
 def amdahl(rows: list[dict], target: int = 8):
     """Amdahl's law fitted below `target` devices, and what it predicts there."""
     found = quickest([one for mode in ("weak", "strong") for one in scaled(rows, mode)])
     found = [one for one in found if {1} < {n for n in one["points"] if n < target}]
-    found = [one for one in found if 1 in one["points"] and one["script"][0] == "0"]
+    found = [one for one in found if one["script"][0] == "0"]
     found = [one for one in found if one["device"] == "cuda"] or found
     if not found:
         return missing(f"DDP on one device and on 2 to {target - 1}.")
-    groups = by(found, lambda one: one["hardware"])
-    figure, axes = canvas(len(groups), height=3.6)
+    figure, drawn = panels(found, 3.6)
     lines = []
-    for (name, group), ax in zip(groups.items(), axes[:, 0], strict=True):
-        n, drawn = np.linspace(1, target, 50), main_model(group)
-        ax.plot(n, n, color="#888888", lw=1, label="ideal")
-        for one, label in zip(group, labels(group, ("model", "mode", "precision")), strict=True):
+    n = np.linspace(1, target, 50)
+    for name, group, ax in drawn:
+        shown = main_model(group)
+        ax.plot(n, n, label="ideal", **GREY)
+        for label, one in labelled(group, "model", "mode", "precision"):
             points = {k: v for k, v in one["points"].items() if k < target}
-            s, (low, high) = fits(points)
+            s, low, high = fits(points)
             y, least, most = law(s, target), law(high, target), law(low, target)
             known = {k: v[0] / points[1][0] for k, v in one["points"].items()}
-            if one in drawn:
-                color, dashes, marker = LINES[drawn.index(one) % len(LINES)]
+            if one in shown:
+                color, dashes, marker = LINES[shown.index(one) % len(LINES)]
                 ax.plot(n, law(s, n), color=color, ls=dashes, label=f"{label}: fitted")
                 ax.fill_between(n, law(high, n), law(low, n), color=color, alpha=0.15, lw=0)
                 style = {"color": color, "ls": "none", "marker": marker}
@@ -515,14 +504,13 @@ def amdahl(rows: list[dict], target: int = 8):
                 style |= {"mfc": "white", "ms": 10, "capsize": 5, "label": "    predicted"}
                 ax.errorbar(target, y, [[y - least], [most - y]], zorder=1, **style)
             cells = ", ".join(map(str, points)), f"{s:.4f}", f"{low:.4f} to {high:.4f}", f"{y:.2f}"
-            rest = f"{least:.2f} to {most:.2f}", f"{y * points[1][0]:.0f}"
-            lines.append((label, *cells, *rest, f"{known.get(target, 0):.2f}".replace("0.00", "-")))
+            cells += f"{least:.2f} to {most:.2f}", f"{y * points[1][0]:.0f}"
+            lines.append((label, *cells, f"{known[target]:.2f}" if target in known else "-"))
         device_axis(ax, group, (1, target))
-        ax.set(ylabel="speedup against DDP on one", title=name)
-        legend(ax)
+        finish(ax, ylabel="speedup against DDP on one", title=name)
     heads = ["", "fitted to", "serial", "5 to 95 %", f"speedup at {target}", "5 to 95 %"]
     table([*heads, "samples/s", "measured"], lines)
-    for one, label in zip(found, labels(found, ("model", "mode", "precision")), strict=True):
+    for label, one in labelled(found, "model", "mode", "precision"):
         known = {k: v[0] for k, v in one["points"].items() if k < target}
         last = max(known)
         if min(known.values()) < known[1]:
@@ -539,28 +527,24 @@ def bound(rows: list[dict]):
     found = [one for one in scaled(rows) if one["script"][0] == "0"]
     if not found:
         return missing("DDP on one device and on several, in weak scaling.")
-    groups = by(found, lambda one: one["hardware"])
-    counts = {
-        key: sorted({n for one in g for n in one["points"]} - {1}) for key, g in groups.items()
-    }
-    heights = [1 + 0.2 * len(g) * (1 + len(counts[key])) for key, g in groups.items()]
-    figure, axes = canvas(len(groups), heights=heights)
+    groups = by(found, "hardware")
+    counts = [sorted({1}.union(*(one["points"] for one in g))) for g in groups.values()]
+    sizes = zip(groups.values(), counts, strict=True)
+    figure, axes = canvas([1 + 0.2 * len(group) * len(some) for group, some in sizes])
     lines = []
-    for (name, group), ax in zip(groups.items(), axes[:, 0], strict=True):
-        group.sort(key=lambda one: -ratios(one)[max(one["points"])][0])
-        names, kinds = labels(group, ("model", "precision")), {}
-        for n in counts[name]:
-            speeds = [ratios(one).get(n) for one in group]
-            kinds[f"{n} {noun(group[0])}"] = [x and tuple(v / n for v in x) for x in speeds]
-            lines += [
-                (label, n, f"{x[0]:.2f}", f"{x[0] / n:.3f}")
-                for label, x in zip(names, speeds, strict=True)
-                if x
-            ]
+    for (name, group), some, ax in zip(groups.items(), counts, axes, strict=True):
+        group.sort(key=lambda one: -one["speedup"][max(one["points"])][0])
+        names, kinds = labels(group, "model", "precision"), {}
+        for n in some[1:]:
+            have = {row: one for row, one in enumerate(group) if n in one["points"]}
+            drawn = {row: one["efficiency"][n] for row, one in have.items()}
+            kinds[f"{n} {noun(group[0])}"] = drawn
+            for row, one in have.items():
+                cells = f"{one['speedup'][n][0]:.2f}", f"{drawn[row][0]:.3f}"
+                lines.append((names[row], n, *cells))
         bars(ax, names, kinds)
-        ax.axvline(1, color="black", lw=1)
-        ax.set(xlabel="efficiency (1 is ideal)", title=name)
-        legend(ax)
+        ax.axvline(1, **BLACK)
+        finish(ax, xlabel="efficiency (1 is ideal)", title=name)
     table(["", "devices", "speedup", "efficiency"], lines)
     return figure
 
@@ -570,33 +554,28 @@ def cores(rows: list[dict]):
     found = [one for one in series(rows) if one["device"] == "cpu" and one["model"] == "small"]
     found = [one for one in found if one["script"] in (*DDP, "00_single_gpu.py")]
     shared = [name for name in (*WORK, "mode") if name != "threads"]
-    several = [g for g in by(found, shared).values() if any(max(x["points"]) > 1 for x in g)]
-    if not several:
+    groups = [g for g in by(found, *shared).values() if any(max(x["points"]) > 1 for x in g)]
+    if not groups:
         return missing("the small model on a CPU, in one process and in several.")
-    kinds = defaultdict(lambda: [None] * len(several))
-    for row, group in enumerate(several):
-        rungs = [x["script"] for x in group if max(x["points"]) > 1]
-        ddp = min(rungs, key=DDP.index)
-        for one in sorted(group, key=lambda x: (x["script"], x["threads"])):
+    kinds = defaultdict(dict)
+    for row, group in enumerate(groups):
+        ddp = min((x["script"] for x in group if max(x["points"]) > 1), key=DDP.index)
+        for one in sorted(group, key=itemgetter("script", "threads")):
             for n, values in one["points"].items():
                 if one["script"][:3] == "00_" or (one["script"] == ddp and n > 1):
-                    threads = f"{one['threads']} thread{'s' * (one['threads'] > 1)}"
-                    kinds[f"{n} {noun(one, n)} × {threads}"][row] = values
-    heads = [{k: v for k, v in g[0].items() if k not in ("script", "threads")} for g in several]
-    names = labels(heads, ("model", "mode", "image_size"))
-    figure, axes = canvas(1, height=1 + 0.2 * len(several) * (1 + len(kinds)))
-    bars(axes[0, 0], names, kinds, "{:.0f}")
-    axes[0, 0].set(
-        xlabel="samples/s", title=" and ".join(dict.fromkeys(x["hardware"] for x in heads))
-    )
-    legend(axes[0, 0])
+                    kinds[f"{n} {noun(one, n)} × {WORDS['threads'](one['threads'])}"][row] = values
+    heads = [{name: group[0][name] for name in shared} for group in groups]
+    names = labels(heads, "model", "mode", "image_size")
+    figure, [ax] = canvas([1 + 0.2 * len(groups) * (1 + len(kinds))])
+    bars(ax, names, kinds, "{:.0f}")
+    finish(ax, xlabel="samples/s", title=" and ".join(by(heads, "hardware")))
     lines = []
     for row, label in enumerate(names):
-        first = kinds["1 process × 1 thread"][row] if "1 process × 1 thread" in kinds else None
-        for kind, values in kinds.items():
-            if values[row]:
-                ratio = f"{values[row][0] / first[0]:.2f}" if first else ""
-                lines.append((label, kind, f"{values[row][0]:.0f}", ratio))
+        first = kinds.get("1 process × 1 thread", {}).get(row)
+        for kind in (kind for kind in kinds if row in kinds[kind]):
+            speed = kinds[kind][row][0]
+            ratio = "" if first is None else f"{speed / first[0]:.2f}"
+            lines.append((label, kind, f"{speed:.0f}", ratio))
     table(["", "", "samples/s", "1 process × 1 thread = 1"], lines)
     return figure
 
@@ -605,26 +584,23 @@ def ladder(rows: list[dict]):
     """What each part of topics/fast.py adds to the ones before it."""
     if not rows:
         return missing("results of benchmarks/ladder_of_speed.py.")
-    groups = by(rows, lambda r: (hardware(r), r["model"], r["image_size"], r["per_rank_batch"]))
-    steps = [list(dict.fromkeys(row["added"] for row in group)) for group in groups.values()]
-    figure, axes = canvas(len(groups), heights=[1 + 0.4 * len(added) for added in steps])
+    groups = by(rows, "hardware", "model", "image_size", "per_rank_batch")
+    figure, axes = canvas([1 + 0.4 * len(by(group, "added")) for group in groups.values()])
     lines = []
-    for (key, group), added, ax in zip(groups.items(), steps, axes[:, 0], strict=True):
-        kinds, names = {}, [f"+ {name}" if name else "DDP, fp32" for name in added]
-        for n, some in sorted(by(group, lambda r: r["devices"]).items()):
-            found = {name: speed(x) for name, x in by(some, lambda r: r["added"]).items()}
-            each = [name in found and tuple(v / n for v in found[name]) for name in added]
-            kinds[f"{n} {noun(some[0], n)}"] = each
-            for name, before, value in zip(names, [None, *each], each, strict=False):
-                if value:
-                    gain = f"{value[0] / before[0]:.3f}" if before else ""
-                    lines.append(
-                        (f"{key[1]}, {n} {noun(some[0], n)}", name, f"{n * value[0]:.0f}", gain)
-                    )
+    for (name, model, size, batch), ax in zip(groups, axes, strict=True):
+        group = groups[name, model, size, batch]
+        added, kinds = list(by(group, "added")), {}
+        names = [f"+ {part}" if part else "DDP, fp32" for part in added]
+        for n, some in sorted(by(group, "devices").items()):
+            found = {added.index(part): windows(x) for part, x in by(some, "added").items()}
+            devices = f"{n} {noun(some[0], n)}"
+            kinds[devices] = {row: found[row] / n for row in sorted(found)}
+            for row in sorted(found):
+                gain = f"{found[row][0] / found[row - 1][0]:.3f}" if row - 1 in found else ""
+                lines.append((f"{model}, {devices}", names[row], f"{found[row][0]:.0f}", gain))
         bars(ax, names, kinds, "{:.0f}")
-        title = f"{key[1]}, {key[2]} px, batch {key[3]} a rank: {key[0]}"
-        ax.set(xlabel=f"samples/s for each {noun(group[0], 1)}", title=title)
-        legend(ax)
+        title = f"{model}, {size} px, batch {batch} a rank: {name}"
+        finish(ax, xlabel=f"samples/s for each {noun(group[0], 1)}", title=title)
     table(["", "", "samples/s", "× the row before"], lines)
     return figure
 
@@ -637,31 +613,23 @@ def ring(n: int, size, start: float, rate: float):
     return 2 * (n - 1) * start + 2 * (n - 1) / n * size / rate
 
 
-def fit_ring(n: int, size: list[float], seconds: list[float]) -> tuple[float, float]:
+def fit_ring(n: int, points: dict) -> tuple[float, float]:
     """Fit (seconds to start a message, bytes a second); every measurement weighs the same."""
-    columns = [np.full(len(size), 2.0 * (n - 1)), 2 * (n - 1) / n * np.array(size)]
-    scaled_columns = np.stack([column / np.array(seconds) for column in columns], axis=1)
-    start, slope = np.linalg.lstsq(scaled_columns, np.ones(len(size)), rcond=None)[0]
+    size, seconds = np.array(list(points)), np.array([value[0] for value in points.values()])
+    columns = np.transpose([2.0 * (n - 1) / seconds, 2 * (n - 1) / n * size / seconds])
+    start, slope = np.linalg.lstsq(columns, np.ones(len(size)), rcond=None)[0]
     if start < 0:  # no such thing: only the rate is left to fit
-        start = 0.0
-        slope = scaled_columns[:, 1].sum() / (scaled_columns[:, 1] ** 2).sum()
+        start, slope = 0.0, columns[:, 1].sum() / (columns[:, 1] ** 2).sum()
     return float(start), 1 / float(slope)
 
 
 def messages(rows: list[dict]) -> dict:
     """Return {(hardware, backend, devices): {bytes: (seconds, lowest, highest)}}."""
-    found = {}
-    rows = [row for row in rows if row["devices"] > 1]
-    for key, group in by(rows, lambda r: (hardware(r), r["backend"], r["devices"])).items():
-        sizes = sorted(by(group, lambda r: r["bytes"]).items())
-        found[key] = {
-            size: (
-                statistics.median(r["seconds"] for r in some),
-                min(r["min"] for r in some),
-                max(r["max"] for r in some),
-            )
-            for size, some in sizes
-        }
+    groups = by([row for row in rows if row["devices"] > 1], "hardware", "backend", "devices")
+    found = {
+        key: {size: windows(some, "seconds") for size, some in sorted(by(group, "bytes").items())}
+        for key, group in groups.items()
+    }
     return {key: points for key, points in found.items() if len(points) > 1}
 
 
@@ -678,38 +646,31 @@ def bandwidth(rows: list[dict]):
     found = messages(rows)
     if not found:
         return missing("all-reduces of several sizes, on two devices or more.")
-    figure, axes = canvas(1, 2, height=3.6)
-    lines = []
-    heads = [row | {"hardware": hardware(row)} for row in rows if row["devices"] > 1]
-    heads = [by(heads, ("hardware", "backend", "devices"))[key][0] for key in found]
-    names = [
-        f"{words} ({row['backend']})" for words, row in zip(map(where, heads), heads, strict=True)
-    ]
-    for index, ((key, points), label) in enumerate(zip(found.items(), names, strict=True)):
-        n, sizes = key[2], list(points)
-        start, rate = fit_ring(n, sizes, [value[0] for value in points.values()])
+    figure, [(left, right)] = canvas([3.6], 2)
+    heads, lines = by(rows, "hardware", "backend", "devices"), []
+    for index, (key, points) in enumerate(found.items()):
+        label, n, sizes = f"{where(heads[key][0])} ({key[1]})", key[2], list(points)
+        start, rate = fit_ring(n, points)
         factor = 2 * (n - 1) / n
-        line(axes[0, 0], index, {s: tuple(v * 1e3 for v in t) for s, t in points.items()}, label)
-        speeds = {
-            s: tuple(factor * s / v / 1e9 for v in (t[0], t[2], t[1])) for s, t in points.items()
-        }
-        line(axes[0, 1], index, speeds, label)
-        for container in (axes[0, 0].containers[-1], axes[0, 1].containers[-1]):
-            container[0].set_linestyle("none")
+        # The longest time is the lowest bandwidth.
+        speeds = {size: factor * size / t[[0, 2, 1]] / 1e9 for size, t in points.items()}
+        line(left, index, {size: t * 1e3 for size, t in points.items()}, label)
+        line(right, index, speeds, label)
+        for ax in (left, right):
+            ax.containers[-1][0].set_linestyle("none")
         curve = np.geomspace(sizes[0], sizes[-1], 60)
         style = {"color": LINES[index % len(LINES)][0], "ls": LINES[index % len(LINES)][1], "lw": 1}
-        axes[0, 0].plot(curve, ring(n, curve, start, rate) * 1e3, **style)
-        axes[0, 1].plot(curve, factor * curve / ring(n, curve, start, rate) / 1e9, **style)
-        off = max(abs(ring(n, s, start, rate) / t[0] - 1) for s, t in points.items())
-        best_rate = max(v[0] for v in speeds.values())
-        equal = start * n * rate  # here a message costs as much to start as to move
-        lines.append((label, f"{2 * (n - 1) * start * 1e6:.0f} µs", f"{rate / 1e9:.2f} GB/s"))
-        lines[-1] += (f"{best_rate:.2f} GB/s", human(equal), f"{off:.0%}")
-    for ax in axes[0]:
+        left.plot(curve, ring(n, curve, start, rate) * 1e3, **style)
+        right.plot(curve, factor * curve / ring(n, curve, start, rate) / 1e9, **style)
+        off = max(abs(ring(n, size, start, rate) / t[0] - 1) for size, t in points.items())
+        cells = f"{2 * (n - 1) * start * 1e6:.0f} µs", f"{rate / 1e9:.2f} GB/s"
+        cells += (f"{max(v[0] for v in speeds.values()):.2f} GB/s",)
+        # where a message costs as much to start as to move
+        lines.append((label, *cells, human(start * n * rate), f"{off:.0%}"))
+    for ax in (left, right):
         ax.set(xscale="log", yscale="log", xlabel="bytes in the message")
-    axes[0, 0].set(ylabel="ms", title="time of one all-reduce (line: the ring's law)")
-    axes[0, 1].set(ylabel="GB/s", title="bus bandwidth")
-    legend(axes[0, 1])
+    left.set(ylabel="ms", title="time of one all-reduce (line: the ring's law)")
+    finish(right, ylabel="GB/s", title="bus bandwidth")
     heads = ["", "to start", "fitted rate", "best measured", "half of the time is the start at"]
     table([*heads, "farthest off"], lines)
     return figure
@@ -717,10 +678,9 @@ def bandwidth(rows: list[dict]):
 
 def profiles(rows: list[dict]) -> list[dict]:
     """Return the last profile of each kind of step."""
-    names = ("model", "image_size", "precision", "per_rank_batch", "devices", "backend")
-    rows = [row | {"hardware": hardware(row), "batch": row["per_rank_batch"]} for row in rows]
-    groups = by(rows, lambda r: (r["hardware"], *(r[n] for n in names), r.get("bucket_mb")))
-    return [group[-1] for group in groups.values()]
+    names = ("hardware", "model", "image_size", "precision", "batch", "devices", "backend")
+    rows = [row | {"batch": row["per_rank_batch"]} for row in rows]
+    return [group[-1] for group in by(rows, *names, "bucket_mb").values()]
 
 
 def overlap(rows: list[dict], most: int = 4):
@@ -729,39 +689,29 @@ def overlap(rows: list[dict], most: int = 4):
     if not found:
         return missing("profiles of benchmarks/overlap.py.")
     heights = [2 + len(row["buckets"]) for row in found]
-    figure, axes = plt.subplots(
-        len(found),
-        1,
-        squeeze=False,
-        height_ratios=heights,
-        figsize=(8, 0.8 * len(found) + 0.19 * sum(heights)),
-    )
-    for row, ax in zip(found, axes[:, 0], strict=True):
-        phases = {"forward": (0, row["backward_start_ms"])}
-        phases["backward (with its waiting)"] = (row["backward_start_ms"], row["backward_end_ms"])
-        phases["optimizer"] = (row["backward_end_ms"], row["step_ms"])
-        for index, (name, (start, end)) in enumerate(phases.items()):
-            color, hatch = AREAS[(3, 1, 4)[index]]
-            ax.barh(
-                0, end - start, 0.8, start, color=color, hatch=hatch, ec="black", lw=0.6, label=name
-            )
+    figure, axes = canvas(heights, size=(8, 0.8 * len(found) + 0.19 * sum(heights)))
+    for row, ax in zip(found, axes, strict=True):
+        step = row["step_ms"]
+        moments = [0, row["backward_start_ms"], row["backward_end_ms"], step]
+        phases = ("forward", "backward (with its waiting)", "optimizer")
+        for index, (name, kind) in enumerate(zip(phases, (3, 1, 4), strict=True)):
+            start, end = moments[index : index + 2]
+            ax.barh(0, end - start, 0.8, start, label=name, **area(kind))
         for place, bucket in enumerate(row["buckets"], 1):
             start, end = bucket["start_ms"], bucket["end_ms"]
             label = "all-reduce of a bucket" if place == 1 else None
             ax.barh(place, end - start, 0.7, start, color=AREAS[0][0], label=label)
-            room = row["step_ms"] / 100
-            right = end < 0.8 * row["step_ms"]
-            style = {"va": "center", "size": 7, "ha": "left" if right else "right"}
-            ax.text(end + room if right else start - room, place, human(bucket["bytes"]), **style)
+            left, right = start - step / 100, end + step / 100
+            x, side = (right, "left") if end < 0.8 * step else (left, "right")
+            ax.text(x, place, human(bucket["bytes"]), va="center", ha=side, size=7)
         title = f"{row['model']}, {row['image_size']} px, batch {row['batch']} a rank, "
         title += f"{row['precision']}: {row['hidden_ms']:.1f} ms of communication hidden, "
         title += f"{row['exposed_ms']:.1f} ms exposed\n{where(row)}, {row['date']}"
-        ax.set(title=title, xlim=(0, row["step_ms"]), yticks=[])
+        ax.set(title=title, xlim=(0, step), yticks=[])
         ax.invert_yaxis()
         ax.grid(axis="y", visible=False)
-    axes[-1, 0].set_xlabel("ms since the step began, on rank 0")
-    handles, names = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, names, ncols=4, fontsize=8, loc="outside lower center", frameon=False)
+    axes[-1].set_xlabel("ms since the step began, on rank 0")
+    below(figure, 4, *axes[0].get_legend_handles_labels())
     return figure
 
 
@@ -770,27 +720,26 @@ def hidden(rows: list[dict]):
     found = profiles(rows)
     if not found:
         return missing("profiles of benchmarks/overlap.py.")
-    names = labels(found, ("model", "devices", "precision"))
-    figure, axes = canvas(1, height=1 + 0.4 * len(found))
-    ax, lines = axes[0, 0], []
+    names = labels(found, "model", "devices", "precision")
+    figure, [ax] = canvas([1 + 0.4 * len(found)])
+    lines = []
     for place, (row, name) in enumerate(zip(found, names, strict=True)):
-        step, left = row["step_ms"], 0
-        rest = step - row["hidden_ms"] - row["exposed_ms"]
-        parts = {"no communication": rest, "communication, hidden": row["hidden_ms"]}
-        parts["communication, exposed"] = row["exposed_ms"]
-        for index, (words, value) in enumerate(parts.items()):
-            color, hatch = AREAS[(3, 1, 0)[index]]
-            style = {"color": color, "hatch": hatch if index else "", "ec": "black", "lw": 0.6}
+        step, behind, exposed, left = row["step_ms"], row["hidden_ms"], row["exposed_ms"], 0
+        total = behind + exposed
+        for words, value, style in (
+            ("no communication", step - total, area(0, SHADES)),
+            ("communication, hidden", behind, area(1)),
+            ("communication, exposed", exposed, area(0)),
+        ):
             ax.barh(place, value / step, 0.7, left, label=None if place else words, **style)
             left += value / step
-        total = row["hidden_ms"] + row["exposed_ms"]
-        share = f"{row['hidden_ms'] / total:.0%}" if total else "-"
-        lines.append((name, f"{step:.1f}", f"{total:.1f}", f"{row['exposed_ms']:.1f}", share))
-        lines[-1] += (f"{row['exposed_ms'] / step:.1%}",)
+        share = f"{behind / total:.0%}" if total else "-"
+        cells = f"{step:.1f}", f"{total:.1f}", f"{exposed:.1f}", share, f"{exposed / step:.1%}"
+        lines.append((name, *cells))
     ax.set_yticks(range(len(found)), names)
     ax.set(xlim=(0, 1), xlabel="share of the step", title="what the step's time goes into")
     ax.invert_yaxis()
-    figure.legend(*ax.get_legend_handles_labels(), ncols=3, fontsize=8, loc="outside lower center")
+    below(figure, 3, *ax.get_legend_handles_labels(), frame=True)
     heads = ["", "step ms", "all-reduce ms", "exposed ms", "hidden", "exposed, of the step"]
     table(heads, lines)
     return figure
@@ -798,30 +747,22 @@ def hidden(rows: list[dict]):
 
 def predicted(rows: list[dict], steps: list[dict]):
     """What the ring's law, fitted to lone messages, says of the buckets of real steps."""
-    found, lines = messages(rows), []
+    alone, found, lines = messages(rows), [], []
     for row in profiles(steps):
         key = row["hardware"], row["backend"], row["devices"]
-        if key in found:
-            points = found[key]
-            fitted = fit_ring(key[2], list(points), [value[0] for value in points.values()])
+        if key in alone:
+            law_of = fit_ring(key[2], alone[key])
             sizes = [bucket["bytes"] for bucket in row["buckets"]]
-            lone = sum(ring(key[2], size, *fitted) for size in sizes) * 1e3
+            lone = sum(ring(key[2], size, *law_of) for size in sizes) * 1e3
             real = sum(bucket["end_ms"] - bucket["start_ms"] for bucket in row["buckets"])
-            lines.append(
-                (
-                    row,
-                    len(sizes),
-                    human(sum(sizes)),
-                    f"{lone:.1f}",
-                    f"{real:.1f}",
-                    f"{real / lone:.1f}",
-                )
-            )
+            cells = f"{lone:.1f}", f"{real:.1f}", f"{real / lone:.1f}"
+            lines.append((len(sizes), human(sum(sizes)), *cells))
+            found.append(row)
     if not lines:
         return missing("messages and profiles of the same machine, day and device count.")
-    names = labels([line[0] for line in lines], ("model", "devices", "precision"))
+    names = labels(found, "model", "devices", "precision")
     heads = ["", "buckets", "bytes", "law, ms", "in the step, ms", "ratio"]
-    return table(heads, [(name, *line[1:]) for name, line in zip(names, lines, strict=True)])
+    return table(heads, [(name, *cells) for name, cells in zip(names, lines, strict=True)])
 
 
 # ---- batch_and_lr.ipynb --------------------------------------------------------------------------
@@ -833,27 +774,29 @@ RULES = {  # lr in the file is the rate at factor 1; the rule multiplies it by f
 }
 
 
+def seeds(rows: list[dict], what: str) -> tuple[float, float, float]:
+    """Return (mean, lowest, highest) of rows that differ in their seed."""
+    values = [row[what] for row in rows]
+    return statistics.fmean(values), min(values), max(values)
+
+
 def curves(rows: list[dict], what: str = "train_loss"):
     """A curve for each rule, a panel for each factor; the range is that of the seeds."""
     if not rows:
         return missing("recorded runs with larger batches.")
-    factors = sorted({row["factor"] for row in rows})
-    figure, axes = plt.subplots(1, len(factors), figsize=(9, 3), sharey=True, squeeze=False)
-    for factor, ax in zip(factors, axes[0], strict=True):
-        some = [row for row in rows if row["factor"] == factor]
-        for index, (rule, words) in enumerate(RULES.items()):
-            epochs = sorted(
-                by([r for r in some if r["rule"] == rule], lambda r: r["epoch"]).items()
-            )
-            values = {epoch: [row[what] for row in group] for epoch, group in epochs}
-            if values:
-                points = {e: (statistics.fmean(v), min(v), max(v)) for e, v in values.items()}
-                line(ax, index, {e + (index - 1) / 8: v for e, v in points.items()}, words[0])
-        ax.set(xlabel="epoch", title=f"batch × {factor} = {some[0]['effective_batch']}")
+    groups = sorted(by(rows, "factor").items())
+    figure, axes = plt.subplots(1, len(groups), figsize=(9, 3), sharey=True, squeeze=False)
+    for (factor, group), ax in zip(groups, axes[0], strict=True):
+        for index, (rule, (words, _)) in enumerate(RULES.items()):
+            epochs = by([row for row in group if row["rule"] == rule], "epoch")
+            if epochs:
+                points = {e + (index - 1) / 8: seeds(epochs[e], what) for e in sorted(epochs)}
+                line(ax, index, points, words)
+        ax.set(xlabel="epoch", title=f"batch × {factor} = {group[0]['effective_batch']}")
     axes[0, 0].set_ylabel(what.replace("_", " "))
     if what == "train_loss":
         axes[0, 0].set_yscale("log")
-    legend(axes[0, -1])
+    finish(axes[0, -1])
     return figure
 
 
@@ -862,121 +805,94 @@ def final(rows: list[dict]):
     if not rows:
         return missing("recorded runs with larger batches.")
     last = max(row["epoch"] for row in rows)
-    ends = by([row for row in rows if row["epoch"] == last], ("rule", "factor"))
-    ones = [row for (_, factor), group in ends.items() if factor == 1 for row in group]
-    figure, axes = canvas(1)
-    ax, lines = axes[0, 0], []
+    rows = [row | {"percent": 100 * row["test_accuracy"]} for row in rows if row["epoch"] == last]
+    # At factor 1 all rules are one, and may be recorded once.
+    ones = by([row for row in rows if row["factor"] == 1], "factor")
+    figure, [ax] = canvas([3])
+    lines = []
     for index, (rule, (words, power)) in enumerate(RULES.items()):
-        groups = {factor: group for (name, factor), group in ends.items() if name == rule}
-        if not groups:
+        some, points = [row for row in rows if row["rule"] == rule], {}
+        if not some:
             continue
-        if ones:
-            groups = {1: ones} | groups  # at factor 1 all rules are one, and may be recorded once
-        points = {}
-        for factor, group in sorted(groups.items()):
-            values = [100 * row["test_accuracy"] for row in group]
-            batch = group[0]["effective_batch"]
-            points[batch] = statistics.fmean(values), min(values), max(values)
-            rate, seeds = f"{group[0]['lr'] * factor**power:.3g}", len({r["seed"] for r in group})
-            loss = statistics.fmean(row["train_loss"] for row in group)
-            spread = f"{min(values):.1f} to {max(values):.1f}"
-            lines.append(
-                (words, batch, rate, seeds, f"{loss:.3f}", f"{points[batch][0]:.1f}", spread)
-            )
-        line(ax, index, {b * 1.04 ** (index - 1): v for b, v in points.items()}, words)
-    batches = sorted({row["effective_batch"] for row in rows})
+        for factor, group in sorted((ones | by(some, "factor")).items()):
+            batch, loss = group[0]["effective_batch"], seeds(group, "train_loss")[0]
+            mean, low, high = seeds(group, "percent")
+            points[batch * 1.04 ** (index - 1)] = mean, low, high
+            rate, count = f"{group[0]['lr'] * factor**power:.3g}", len(by(group, "seed"))
+            cells = f"{loss:.3f}", f"{mean:.1f}", f"{low:.1f} to {high:.1f}"
+            lines.append((words, batch, rate, count, *cells))
+        line(ax, index, points, words)
+    batches = sorted(by(rows, "effective_batch"))
     ax.set_xscale("log", base=2)
     ax.set_xticks(batches, batches)
-    ax.set(xlabel="effective batch", ylabel="test accuracy, %", title=f"after {last} epochs")
-    legend(ax)
+    finish(ax, xlabel="effective batch", ylabel="test accuracy, %", title=f"after {last} epochs")
     table(["", "batch", "rate", "seeds", "train loss", "accuracy, %", "seeds' range"], lines)
     return figure
 
 
 # ---- sampling.ipynb ------------------------------------------------------------------------------
 
-
-def grid(panels: dict, meaning: dict, across: str):
-    """Draw tables of cells: panels is {title: {row: [(text, kind)]}}, meaning is {kind: legend}."""
-    heights = [len(table) for table in panels.values()]
-    widest = max(len(cells) for table in panels.values() for cells in table.values())
-    figure, axes = plt.subplots(
-        len(panels),
-        1,
-        squeeze=False,
-        figsize=(2 + 0.3 * widest, 0.8 * len(panels) + 0.3 * sum(heights)),
-        height_ratios=heights,
-    )
-    for (title, lists), ax in zip(panels.items(), axes[:, 0], strict=True):
-        for y, cells in enumerate(lists.values()):
-            for x, (text, kind) in enumerate(cells):
-                color, hatch = SHADES[kind % len(SHADES)]
-                ax.barh(y, 1, 1, x - 0.5, color=color, hatch=hatch, ec="black", lw=0.6)
-                box = {"fc": "white", "ec": "none", "pad": 0.8}
-                ax.text(x, y, text, ha="center", va="center", size=8, bbox=box)
-        ax.set_yticks(range(len(lists)), list(lists))
-        ax.set(
-            xlim=(-0.6, widest - 0.4), ylim=(len(lists) - 0.4, -0.6), title=title, aspect="equal"
-        )
-        ax.set_xticks(range(widest), range(widest), size=7)
-        ax.grid(visible=False)
-    axes[-1, 0].set_xlabel(across)
-    patches = [
-        Patch(
-            fc=SHADES[kind % len(SHADES)][0],
-            hatch=SHADES[kind % len(SHADES)][1],
-            ec="black",
-            label=words,
-        )
-        for kind, words in meaning.items()
-    ]
-    figure.legend(handles=patches, ncols=4, fontsize=8, loc="outside lower center", frameon=False)
-    return figure
-
-
 SHADES = [("#ffffff", ""), ("#9ecae1", "////"), ("#fdd0a2", "...."), ("#888888", "")]
 SHADES += [("#c7e9c0", "xxxx"), ("#dddddd", "----")]
 
 
-def hands(panels: dict):
+def grid(tables: dict, meaning: dict, across: str):
+    """Draw tables of cells: tables is {title: {row: [(text, kind)]}}, meaning is {kind: legend}."""
+    heights = [len(lists) for lists in tables.values()]
+    widest = max(len(cells) for lists in tables.values() for cells in lists.values())
+    size = (2 + 0.3 * widest, 0.8 * len(tables) + 0.3 * sum(heights))
+    figure, axes = canvas(heights, size=size)
+    for (title, lists), ax in zip(tables.items(), axes, strict=True):
+        for y, cells in enumerate(lists.values()):
+            for x, (text, kind) in enumerate(cells):
+                ax.barh(y, 1, 1, x - 0.5, **area(kind, SHADES))
+                box = {"fc": "white", "ec": "none", "pad": 0.8}
+                ax.text(x, y, text, ha="center", va="center", size=8, bbox=box)
+        ax.set_yticks(range(len(lists)), list(lists))
+        ax.set(xlim=(-0.6, widest - 0.4), ylim=(len(lists) - 0.4, -0.6))
+        ax.set(title=title, aspect="equal")
+        ax.set_xticks(range(widest), range(widest), size=7)
+        ax.grid(visible=False)
+    axes[-1].set_xlabel(across)
+    shades = [SHADES[kind % len(SHADES)] for kind in meaning]
+    patches = [Patch(facecolor=color, hatch=hatch, edgecolor="black") for color, hatch in shades]
+    below(figure, 4, patches, meaning.values())
+    return figure
+
+
+def hands(tables: dict):
     """A row for each rank, with the numbers of its samples in order: {title: {rank: samples}}."""
-    ranks = sorted({rank for lists in panels.values() for rank in lists})
     cells = {
-        title: {f"rank {rank}": [(n, rank) for n in lists[rank]] for rank in lists}
-        for title, lists in panels.items()
+        title: {f"rank {rank}": [(n, rank) for n in samples] for rank, samples in lists.items()}
+        for title, lists in tables.items()
     }
+    ranks = sorted({rank for lists in tables.values() for rank in lists})
     return grid(cells, {rank: f"rank {rank}" for rank in ranks}, "place in the rank's list")
 
 
-def owners(panels: dict):
+def owners(tables: dict):
     """A row for each epoch: which rank gets which sample. {title: {epoch: {rank: samples}}}."""
     cells, ranks = {}, set()
-    for title, epochs in panels.items():
+    for title, epochs in tables.items():
         cells[title] = {}
         for epoch, lists in epochs.items():
             owner = {sample: rank for rank in lists for sample in lists[rank]}
-            ranks |= set(lists)
             cells[title][f"epoch {epoch}"] = [(owner[n], owner[n]) for n in sorted(owner)]
+            ranks |= set(lists)
     return grid(cells, {rank: f"rank {rank}" for rank in sorted(ranks)}, "sample of the data set")
 
 
-def repeats(panels: dict, samples: int):
+def repeats(tables: dict, samples: int):
     """A row for each rank, and which samples come a second time. Prints what each way counts."""
     cells, lines = {}, []
-    for title, lists in panels.items():
-        seen, cells[title] = set(), {}
-        longest = max(map(len, lists.values()))
-        for rank in lists:
-            cells[title][f"rank {rank}"] = [(n, 0) for n in lists[rank]]
-        for place in range(longest):
-            for rank in lists:
-                if place < len(lists[rank]):
-                    sample = lists[rank][place]
-                    cells[title][f"rank {rank}"][place] = (sample, 3 if sample in seen else 0)
-                    seen.add(sample)
-        dealt = sum(map(len, lists.values()))
-        lost = sorted(set(range(samples)) - seen)
-        lines.append((title, dealt, dealt - len(seen), len(lost)))
+    for title, lists in tables.items():
+        seen, cells[title] = set(), {f"rank {rank}": [] for rank in lists}
+        dealt = [(place, rank) for rank in lists for place in range(len(lists[rank]))]
+        for place, rank in sorted(dealt):
+            sample = lists[rank][place]
+            cells[title][f"rank {rank}"].append((sample, 3 if sample in seen else 0))
+            seen.add(sample)
+        lines.append((title, len(dealt), len(dealt) - len(seen), len(set(range(samples)) - seen)))
     table([f"{samples} samples", "dealt", "repeated", "left out"], lines)
     return grid(cells, {0: "first time", 3: "a second time"}, "place in the rank's list")
 
@@ -985,19 +901,14 @@ def repeats(panels: dict, samples: int):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the data are")
     parser.add_argument("--out", type=Path, default=RESULTS / "figures")
     args = parser.parse_args()
     plt.switch_backend("svg")
     args.out.mkdir(parents=True, exist_ok=True)
-    steps = read(args.results / "overlap.jsonl")
-    drawn = {
-        "scaling.svg": speedup(best(read(args.results / "scaling.csv"))),
-        "overlap.svg": overlap(steps, most=3),
-    }
+    drawn = {"scaling.svg": speedup(best(read(args.results / "scaling.csv")))}
+    drawn["overlap.svg"] = overlap(read(args.results / "overlap.jsonl"), most=3)
     for name, figure in drawn.items():
         if figure:
             figure.savefig(args.out / name, metadata={"Date": None})

@@ -214,7 +214,7 @@ def restarts():
         "| | setting | runs that finish | from the kill to the new start line, median and range |"
     ]
     lines.append("|---|---|---|---|")
-    kinds = figures.by(rows, ("device", "processes", "setting"))
+    kinds = figures.by(rows, "device", "processes", "setting")
     for (_, processes, setting), some in kinds.items():
         back = [row["back_after"] for row in some if row["back_after"] != ""]
         words = f"{statistics.median(back):.1f} s, {min(back):.1f} to {max(back):.1f} s"

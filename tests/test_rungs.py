@@ -370,8 +370,9 @@ def test_a_checkpoint_of_another_run_is_refused(rung, tmp_path):
 def test_number_of_processes():
     result = fork("01_single_node_multi_gpu.py", 0)
     assert_one_line(result, "--nproc must be more than 0")
-    result = fork("04_lightning.py", 1, "--devices=0")
-    assert_one_line(result, "--devices must be more than 0")
+    for name in ("devices", "num-nodes"):
+        result = fork("04_lightning.py", 1, f"--{name}=0")
+        assert_one_line(result, f"--{name} must be more than 0")
 
     def two_gpus():
         common.gpu_count = lambda: 2
