@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -352,7 +352,6 @@ def save_checkpoint(args: Namespace, epochs: int, model: nn.Module, optimizer: O
     os.replace(temporary, path)
 
 
-@cache  # 04 and topics.sync_once, which it imports, both call it
 def set_up_lightning() -> None:
     """Silence Lightning's notes on how it starts, and let a kill leave no half of its .ckpt.
 
