@@ -33,7 +33,8 @@ DATA = Path(__file__).parent / "data"
 # name -> training images, channels, pixels a side
 DATASETS = {"digits": (4_000, 1, 28), "MNIST": (60_000, 1, 28), "FashionMNIST": (60_000, 1, 28)}
 DATASETS |= {"CIFAR10": (50_000, 3, 32), "fake": (2_048, 3, 64)}
-# Of Lightning
+# Lightning's strategies that make all ranks' processes from this one, and its precisions.
+FORKS = ("ddp_spawn", "ddp_fork", "ddp_notebook")
 PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
 # What a resumed run must have in common with the first part of it.
 SETTINGS = ("model", "dataset", "image_size", "batch_size", "seed")
@@ -215,12 +216,12 @@ def _check_lightning(args: Namespace, nodes: int) -> None:
     if ranks and not shell and (ranks, nodes) != (args.world_size, args.num_nodes):
         asked = f"--devices {args.devices} on --num-nodes {args.num_nodes}"
         fail(f"{asked}, but {ranks} ranks have been started on {nodes}: make them equal")
-    name, forks = args.strategy, ("ddp_spawn", "ddp_fork", "ddp_notebook")
+    name = args.strategy
     for_gpus = {"fsdp": "topics.fsdp", "deepspeed_stage_2": "topics.zero_optimizer"}
-    known = ("ddp", *forks, "sync_once", *for_gpus)
+    known = ("ddp", *FORKS, "sync_once", *for_gpus)
     if name not in known:
         fail(f"no --strategy {name}: use {', '.join(known)}")
-    if name in forks and started:
+    if name in FORKS and started:
         fail(f"--strategy {name} makes its own processes: start it with python, or use ddp")
     if name in for_gpus and not gpu_count():
         other = f"torchrun -m {for_gpus[name]}"

@@ -95,7 +95,7 @@ class Classifier(L.LightningModule):
 
 
 def main(args):
-    if args.strategy in ("ddp_spawn", "ddp_fork", "ddp_notebook"):
+    if args.strategy in common.FORKS:
         common.fail(f"--strategy {args.strategy} trains in other processes than this: use ddp")
     torch.manual_seed(args.seed)
     state = common.read_checkpoint(args)
