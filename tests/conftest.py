@@ -2,11 +2,24 @@
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+
+def pytest_configure(config):
+    """What tests leave among the temporary files (logs of torchrun, compiled code) goes with them.
+
+    Pytest's own folders stay where they are, to look at what a failed test wrote.
+    """
+    if not hasattr(config, "workerinput"):  # a worker of pytest -n inherits the environment
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.gettempdir()
+        folder = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)
+        config.add_cleanup(folder.cleanup)
+        os.environ["TMPDIR"] = tempfile.tempdir = folder.name
 
 
 def pytest_collection_modifyitems(config, items):
