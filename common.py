@@ -13,6 +13,8 @@ import sys
 import time
 import warnings
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -343,14 +345,28 @@ def save_checkpoint(args: Namespace, epochs: int, model: nn.Module, optimizer: O
     state["rng"] = torch.get_rng_state()
     if torch.cuda.is_available():
         state["cuda_rng"] = torch.cuda.get_rng_state()
-    if path.exists():
-        shutil.copyfile(path, temporary)
-        os.replace(temporary, f"{path}.previous")
-    with open(temporary, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    with _writing(temporary):
+        if path.exists():
+            shutil.copyfile(path, temporary)
+            os.replace(temporary, f"{path}.previous")
+        with open(temporary, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+
+@contextmanager
+def _writing(temporary: Path) -> Iterator[None]:
+    """Turn a full disk or a spent quota into one line, and leave no half of the temporary file."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch.save says RuntimeError, and why in its context
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        temporary.unlink(missing_ok=True)
+        fail(f"cannot write {temporary}: {cause.strerror}. Make room, or use another --checkpoint")
 
 
 def set_up_lightning() -> None:
@@ -366,8 +382,10 @@ def set_up_lightning() -> None:
         warnings.filterwarnings("ignore", text)
 
     def save_checkpoint(self, checkpoint, path, storage_options=None):  # rank 0 calls this
-        save(self, checkpoint, f"{path}.tmp", storage_options)
-        os.replace(f"{path}.tmp", path)
+        temporary = Path(f"{path}.tmp")
+        with _writing(temporary):
+            save(self, checkpoint, temporary, storage_options)
+            os.replace(temporary, path)
 
     save, TorchCheckpointIO.save_checkpoint = TorchCheckpointIO.save_checkpoint, save_checkpoint
 

@@ -235,7 +235,7 @@ def test_troubleshooting_quotes_what_the_scripts_say(message, command, monkeypat
 @pytest.mark.parametrize(
     "message",
     ["processes for", "nothing left to do: raise --epochs", "was made with", "cannot download"]
-    + ["is torn, going back to the one before it"],
+    + ["is torn, going back to the one before it", "cannot write"],
 )
 def test_troubleshooting_quotes_exist(message):
     assert message in README

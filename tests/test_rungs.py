@@ -5,6 +5,7 @@ import functools
 import gzip
 import http.server
 import os
+import resource
 import runpy
 import shutil
 import struct
@@ -96,6 +97,33 @@ def test_a_torn_checkpoint_is_reported_and_the_one_before_it_used(rung, tmp_path
     (tmp_path / "log.json").unlink()
     result = fork(rung, world_size, "--epochs=1", folder=tmp_path)
     assert [entry["epoch"] for entry in result.epochs] == [1]
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize("rung", [*RUNGS, "04_lightning.py .ckpt"])
+def test_a_full_disk_is_said_in_one_line_and_leaves_the_checkpoint_whole(rung, epochs, tmp_path):
+    rung, *only_lightning = rung.split()
+    if epochs == 3:  # the first writing copies the old file, before torch.save
+        for path in two_epochs(rung).checkpoint.parent.glob("checkpoint.*"):
+            shutil.copy(path, tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def fill():
+        save = common.save_checkpoint
+
+        def limited(*args):  # no disk is full, but no file may grow larger
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+            if not only_lightning:
+                save(*args)
+
+        common.save_checkpoint = limited
+
+    world_size = WORLD_SIZE if rung in PARALLEL else 1
+    result = fork(rung, world_size, f"--epochs={epochs}", folder=tmp_path, before=fill)
+    assert result.codes == [1] if rung.startswith("01") else 2 in result.codes, result.err
+    [line] = [line for line in result.err.splitlines() if line.startswith(rung)]
+    assert "tmp: File too large. Make room" in line and "torch.save" not in result.err, result.err
+    assert {path: path.read_bytes() for path in tmp_path.glob("checkpoint.*")} == before
 
 
 def test_a_checkpoint_is_loaded_to_the_cpu(tmp_path):
