@@ -366,7 +366,8 @@ def _writing(temporary: Path) -> Iterator[None]:
         if not isinstance(cause, OSError):
             raise
         temporary.unlink(missing_ok=True)
-        fail(f"cannot write {temporary}: {cause.strerror}. Make room, or use another --checkpoint")
+        why = cause.strerror or cause
+        fail(f"cannot write {temporary}: {why}. Make room, or use another --checkpoint")
 
 
 def set_up_lightning() -> None:

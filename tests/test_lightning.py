@@ -14,6 +14,8 @@ import common
 from ladder import ROOT, TORCHRUN, fork, launch, launcher_env, without_launcher
 
 TWO = ["--epochs=2"]
+FILES = [f"topics/{path.name}" for path in ROOT.glob("topics/*.py") if "L.Tr" in path.read_text()]
+FILES = ["04_lightning.py", *sorted(FILES)]
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +228,26 @@ def test_the_plain_file_alone_is_refused(tmp_path):
     fork("00_single_gpu.py", 1, "--epochs=1", folder=tmp_path)
     done = fork("04_lightning.py", 1, "--epochs=2", folder=tmp_path)
     assert done.codes == [2] and "checkpoint.ckpt to go on: is " in done.err, done.err
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_nodes_that_share_no_disk(file, tmp_path):
+    """One would go on and the other start again: with unlike weights, in silence."""
+
+    def no_terminal():
+        sys.breakpointhook = lambda: None  # of topics/lightning_debugging.py
+
+    assert fork(file, 2, "--epochs=1", folder=tmp_path, before=no_terminal).codes == [0, 0]
+
+    def another_disk():
+        no_terminal()
+        common.time.sleep = lambda seconds: None  # in common.fail, where rank 1 lets rank 0 speak
+        if os.environ["RANK"] == "1":
+            common.read_checkpoint = lambda args: None
+
+    done = fork(file, 2, "--epochs=2", folder=tmp_path, before=another_disk)
+    assert done.codes == [2, 2], done.err
+    assert done.err.count("the nodes' checkpoints differ: put --checkpoint on a disk that") == 2
 
 
 @pytest.mark.parametrize("rung", ["00_single_gpu.py", "04_lightning.py"])

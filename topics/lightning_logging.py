@@ -54,11 +54,13 @@ class Classifier(L.LightningModule):
         return DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
 
     def on_train_start(self):
+        epoch = torch.tensor(float(self.current_epoch), device=self.device)  # read on its own disk
+        if self.trainer.strategy.reduce(epoch, reduce_op="mean") != self.current_epoch:  # all ranks
+            common.fail("the nodes' checkpoints differ: put --checkpoint on a disk that all see")
         if self.global_rank == 0:
             common.print_start(self.args, self.device)
-        # Not Lightning's handlers: they wait, for a rank that may be waiting for this one.
+        # Not Lightning's signal handlers: they wait for all ranks, and ask them before each batch.
         self.trainer._signal_connector.teardown()
-        # So no rank need ask before each batch if one was told to stop: a GPU would wait for that.
         self.trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
         ranks = range(self.trainer.world_size)
         groups = [dist.new_group(ranks[i::2]) for i in range(min(2, len(ranks)))]  # all ranks
