@@ -88,7 +88,9 @@ def _child(source: str, path: Path, argv: list[str], env: dict, folder: Path, be
 
     def keep_weights(rank: int) -> None:
         if models:
-            torch.save(models[-1].state_dict(), folder / f"weights.{rank}")
+            half = folder / f"half.weights.{rank}"  # mp.spawn may end this rank while it writes
+            torch.save(models[-1].state_dict(), half)
+            os.replace(half, folder / f"weights.{rank}")
 
     def run_and_keep(rank: int, main: Callable, *args: object) -> None:
         main(rank, *args)
