@@ -160,7 +160,8 @@ def _check_work(args: Namespace) -> None:
         fail(f"no --dataset {args.dataset}: use {', '.join(DATASETS)} or fake:N")
     train_size, args.channels, native_size = DATASETS[name]
     args.train_size, args.image_size = int(size or train_size), args.image_size or native_size
-    for name in ("epochs", "batch_size", "lr", "timeout", "nproc", "devices", "num_nodes"):
+    counts = ("epochs", "batch_size", "nproc", "devices", "num_nodes", "pieces", "base_batch")
+    for name in (*counts, "lr", "timeout"):
         if not getattr(args, name, 1) > 0:
             fail(f"--{name.replace('_', '-')} must be more than 0")
     if args.num_workers < 0:

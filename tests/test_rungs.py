@@ -435,6 +435,19 @@ def test_nothing_happens_on_import(rung):
     runpy.run_path(str(ROOT / rung), run_name="imported")
 
 
+def test_windows_has_no_libuv(monkeypatch):
+    """There the spawned ranks must not ask for it; without it a run is as ever."""
+    monkeypatch.setenv("USE_LIBUV", "unset")
+    monkeypatch.delenv("USE_LIBUV")
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # common.py sets its own
+    runpy.run_path(str(ROOT / "common.py"), run_name="common")
+    assert os.environ["USE_LIBUV"] == "0"
+    monkeypatch.undo()
+    done = fork("01_single_node_multi_gpu.py", 2, "--epochs=1", env={"USE_LIBUV": "0"})
+    assert done.codes == [0] and len(done.epochs) == 1
+
+
 @pytest.mark.parametrize("rung", PARALLEL)
 def test_no_collective_under_a_rank_test(rung):
     """What only one rank calls, the others never answer."""

@@ -1,9 +1,12 @@
 """Each topic proves its point: the numbers that it prints are those that its text promises."""
 
+import os
 import re
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from ladder import fork
 
@@ -55,6 +58,9 @@ def test_gradient_accumulation(pieces, reference):
     assert_same(done, reference)
     buckets = 41  # one for each of the 41 steps, however many pieces
     assert done.out.count(f"{buckets} all-reduces of gradients in 41 steps") == 2
+    if pieces == 1:
+        refused = fork("topics/gradient_accumulation.py", 1, "--pieces=0")
+        assert refused.codes == [2] and refused.err.endswith("--pieces must be more than 0\n")
 
 
 def test_without_no_sync_each_piece_is_averaged():
@@ -82,12 +88,16 @@ def test_evaluation():
         assert padded == 997 or found["padded"][2] != found["exact"][2]
 
 
-def test_uneven_inputs():
+def test_uneven_inputs(tmp_path):
     """Rank 1 has a batch less: 40 of 41 batches of 48, and the ranks end with equal weights."""
     done = topic("uneven_inputs", 2, *TWO)
     assert len(done.epochs) == 2 and done.epochs[1]["train_loss"] < done.epochs[0]["train_loss"]
     for name, value in done.weights[0].items():
         assert torch.equal(value, done.weights[1][name])
+    # And with equal momentum: a resumed run has rank 0's on all ranks, so it would be another one.
+    topic("uneven_inputs", 2, "--epochs=1", folder=tmp_path)
+    resumed = topic("uneven_inputs", 2, *TWO, folder=tmp_path)
+    assert resumed.epochs[-1]["train_loss"] == done.epochs[-1]["train_loss"]
     hang = fork("topics/uneven_inputs.py", 2, "--join=0", "--timeout=5", "--epochs=1")
     assert all(hang.codes) and not hang.epochs
     assert re.search("Timed out waiting 5000ms|Connection closed by peer|[Mm]ismatch", hang.err)
@@ -125,6 +135,17 @@ def test_seeds_and_augmentation(differ):
     (shifts, starts, ends) = ({line[i] for line in lines} for i in (1, 2, 3))
     assert len(shifts) == 1 + differ, "the ranks' draws"
     assert len(starts) == len(ends) == 1 and starts != ends, "the ranks' weights"
+
+
+def test_augmentation_goes_on_after_a_resume(tmp_path):
+    """The second epoch has its own shifts, and a resumed run draws the same ones."""
+    whole = topic("seeds_and_augmentation", 2, *TWO)
+    first = topic("seeds_and_augmentation", 2, "--epochs=1", folder=tmp_path)
+    shifts = re.findall("first shifts (.*?) \\|", first.out)
+    resumed = topic("seeds_and_augmentation", 2, *TWO, folder=tmp_path)
+    all_shifts = re.findall("first shifts (.*?) \\|", resumed.out)
+    assert len(shifts) == 2 and len(set(all_shifts)) == 4
+    assert resumed.epochs[-1]["train_loss"] == whole.epochs[-1]["train_loss"]
 
 
 def test_lr_scaling():
@@ -184,6 +205,32 @@ def test_fsdp(reference, tmp_path):
     assert alone.epochs[-1]["train_loss"] == pytest.approx(whole.epochs[-1]["train_loss"], abs=5e-5)
     bf16 = topic("fsdp", 2, "--epochs=1", "--compute=bfloat16")
     assert bf16.epochs[0]["train_loss"] == pytest.approx(reference.epochs[0]["train_loss"], rel=0.1)
+
+    for wrong, line in {
+        "--seed=1": "was made with --seed 0",
+        "--compute=no": "no --compute",
+    }.items():
+        refused = fork("topics/fsdp.py", 1, wrong, folder=folder)
+        assert refused.codes == [2] and line in refused.err and "Traceback" not in refused.err
+
+
+def test_fsdp_is_killed_while_it_saves(tmp_path):
+    """The folder of the epoch before is whole, and the next run goes on from it."""
+
+    def before():
+        def half(writer, plan, planner):
+            (Path(writer.path) / "__1_0.distcp").write_bytes(b"half of it")
+            os._exit(9)
+
+        if os.environ["RANK"] == "1":
+            dcp.FileSystemWriter.write_data = half
+
+    whole = topic("fsdp", 2, *TWO)
+    topic("fsdp", 2, "--epochs=1", folder=tmp_path)
+    killed = fork("topics/fsdp.py", 2, *TWO, "--timeout=10", folder=tmp_path, before=before)
+    assert killed.codes[1] == 9 and killed.codes[0] and len(killed.epochs) == 1
+    again = topic("fsdp", 2, *TWO, folder=tmp_path)
+    assert again.epochs[-1]["train_loss"] == whole.epochs[-1]["train_loss"]
 
 
 def test_logging_metrics(reference, tmp_path):

@@ -2,17 +2,19 @@
 
 A rank keeps 1/N of each layer's weights, gradients and momentum. Before a layer computes, all ranks
 gather it, and afterwards they drop it. So memory falls with the number of ranks, for more traffic.
-The checkpoint is a folder to which each rank writes its part; any number of ranks can read it.
+The checkpoint is a folder to which each rank writes its part; any number of ranks can read it. Each
+epoch has its own, so a kill tears none that was whole, and the one before the last stays.
 
 Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.fsdp
 One process goes on:        the same with --nproc-per-node=1 --epochs 6
 All GPUs:                   the same with --nproc-per-node=gpu
 In bfloat16:                the same with --compute bfloat16
 What changed:               diff -U0 -w 02_torchrun.py topics/fsdp.py
-Budget: +39 -7 because a sharded model needs another checkpoint and a whole copy to evaluate.
+Budget: +49 -7 because a sharded model needs another checkpoint and a whole copy to evaluate.
 """
 
 import os
+import shutil
 import sys
 import time
 from datetime import timedelta
@@ -39,6 +41,8 @@ import common
 
 @record  # a rank that fails reports its traceback to torchrun
 def main(args):
+    if args.compute not in ("float32", "bfloat16"):
+        common.fail(f"no --compute {args.compute}: use float32 or bfloat16")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = common.pick_device(rank)
     backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
@@ -71,8 +75,12 @@ def main(args):
     folder = Path(args.checkpoint or "unused").with_suffix("")
     weights, momentum = get_state_dict(model, optimizer)
     state = {"weights": weights, "optimizer": momentum, "epochs": 0}
-    if args.checkpoint and (folder / ".metadata").exists():
-        dcp.load(state, checkpoint_id=folder)  # a rank reads its own part only; they all call it
+    last = max(folder.glob("*/.metadata"), default=None)  # written last: a torn folder has none
+    if args.checkpoint and last:
+        settings = dict.fromkeys(("epochs", *common.SETTINGS))
+        dcp.load(settings, checkpoint_id=last.parent)  # alone: the rest may be of another model
+        common.check(settings | {"weights": None}, args)
+        dcp.load(state, checkpoint_id=last.parent)  # a rank reads its own part; they all call it
         parts = {"model_state_dict": state["weights"], "optim_state_dict": state["optimizer"]}
         set_state_dict(model, optimizer, **parts)
     start_epoch = state["epochs"]
@@ -101,7 +109,10 @@ def main(args):
         if args.checkpoint:
             weights, momentum = get_state_dict(model, optimizer)
             state = {"weights": weights, "optimizer": momentum, "epochs": epoch + 1}
-            dcp.save(state, checkpoint_id=folder)  # a rank writes its own part only
+            state |= {name: getattr(args, name) for name in common.SETTINGS}
+            dcp.save(state, checkpoint_id=folder / f"{epoch + 1:04}")  # a rank writes its own part
+            if rank == 0:
+                shutil.rmtree(folder / f"{epoch - 1:04}", ignore_errors=True)
         if rank == 0:
             common.log_epoch(args, epoch, sums, seconds)
     mine = sum(part.to_local().numel() for part in model.parameters())

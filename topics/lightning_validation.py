@@ -41,7 +41,7 @@ class Classifier(L.LightningModule):
     def train_dataloader(self):
         args, rank, world_size = self.args, self.trainer.global_rank, self.trainer.world_size
         train_set, test_set = common.load_datasets(args)
-        test_set = Subset(test_set, range(len(test_set))[:997])
+        test_set = self.test_set = Subset(test_set, range(len(test_set))[:997])
         options = common.loader_options(args, self.device)
         sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
         batch = args.per_rank_batch
@@ -128,7 +128,7 @@ def main(args):
     model = Classifier(args)
     trainer.fit(model, ckpt_path=path if state else None)
 
-    test_loader = DataLoader(Subset(common.load_datasets(args)[1], range(997)), 100)
+    test_loader = DataLoader(model.test_set, 100)
     (padded,) = trainer.test(model, test_loader, verbose=False)  # all ranks
     torch.distributed.destroy_process_group()  # so that the second Trainer is alone
     if trainer.is_global_zero:

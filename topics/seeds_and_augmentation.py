@@ -59,7 +59,6 @@ def main(args):
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     state = common.read_checkpoint(args)
     start_epoch = common.restore(state, args, model, optimizer)
-    torch.manual_seed(args.seed + rank * args.differ)  # after it, whatever is drawn is a rank's own
     before = fingerprint(model)
     model = DDP(model)  # all ranks: takes the weights of rank 0
     draws = []
@@ -67,6 +66,8 @@ def main(args):
     for epoch in range(start_epoch, args.epochs):
         # A new order each epoch, and the same order in every run with this seed.
         sampler.set_epoch(epoch)
+        # What is drawn from here on is a rank's own, and in a resumed run what it would have been.
+        torch.manual_seed(args.seed + epoch * world_size + rank * args.differ)
         sums = torch.zeros(4, device=device)  # loss, samples, correct, tested
         start = time.perf_counter()
         model.train()

@@ -3,7 +3,8 @@
 Rank 0 has all its batches, each further rank a batch less than the one before. Where a rank has no
 batch left, the others wait for its gradients. --join 1 lets it answer their all-reduces with zeros.
 The mean is then over the ranks that still train (divide_by_initial_world_size=False), so the last
-batches weigh more for each sample: the lost samples are not made up for.
+batches weigh more for each sample: the lost samples are not made up for. At the end Join gives all
+ranks the weights of the rank that trained longest, but not its momentum: that is sent here.
 
 Step: it is indented because Join is a context around the loop.
 
@@ -75,6 +76,9 @@ def main(args):
                 # Summed on the device: to read the loss at every step would stop the GPU each time.
                 sums[0] += loss.detach() * len(labels)
                 sums[1] += len(labels)
+        for weight in model.parameters():  # all ranks: take rank 0's momentum too
+            state = optimizer.state[weight]
+            dist.broadcast(state.setdefault("momentum_buffer", torch.zeros_like(weight)), src=0)
         seconds = common.seconds_since(start, device)
         sums[2:] = common.evaluate(model.module, test_loader, device)
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
