@@ -151,6 +151,14 @@ def test_a_full_disk_at_the_log_is_said_in_one_line_and_leaves_no_half_line(rung
     assert log.read_text() == before
 
 
+def test_data_that_have_no_place_are_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(common, "DATA", tmp_path / "none")  # as in a read-only clone: no mkdir
+    args = common.Namespace(dataset="MNIST", train_size=60_000, image_size=28)
+    with pytest.raises(SystemExit) as end:
+        common.load_datasets(args)
+    assert end.value.code == 2 and "cannot download MNIST" in capsys.readouterr().err
+
+
 def test_a_checkpoint_is_loaded_to_the_cpu(tmp_path):
     """Or GPU 0 would hold a copy of it for every rank."""
     shutil.copy(two_epochs("00_single_gpu.py").checkpoint, tmp_path / "checkpoint.pt")
