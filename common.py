@@ -261,8 +261,8 @@ def load_datasets(args: Namespace) -> tuple[TensorDataset, TensorDataset]:
         from torchvision import datasets  # here, not above: it takes a second
 
         make, folder = getattr(datasets, name), DATA / "downloads"
-        folder.mkdir(exist_ok=True)
         try:
+            folder.mkdir(exist_ok=True)
             with FileLock(folder / "lock", timeout=1800):
                 found = [make(folder, train, download=True) for train in (True, False)]
         except (OSError, RuntimeError) as error:
@@ -358,17 +358,19 @@ def save_checkpoint(args: Namespace, epochs: int, model: nn.Module, optimizer: O
 
 
 @contextmanager
-def _writing(temporary: Path) -> Iterator[None]:
-    """Turn a full disk or a spent quota into one line, and leave no half of the temporary file."""
+def _writing(path: Path, option: str = "--checkpoint") -> Iterator[None]:
+    """Turn a full disk or a spent quota into one line, and leave the file as it was."""
+    size = path.stat().st_size if path.is_file() else 0
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch.save says RuntimeError, and why in its context
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
-        temporary.unlink(missing_ok=True)
+        if path.is_file():
+            os.truncate(path, size) if size else path.unlink()
         why = cause.strerror or cause
-        fail(f"cannot write {temporary}: {why}. Make room, or use another --checkpoint")
+        fail(f"cannot write {path}: {why}. Make room, or use another {option}")
 
 
 def set_up_lightning() -> None:
@@ -499,5 +501,5 @@ def log_epoch(args: Namespace, epoch: int, sums: torch.Tensor, seconds: float) -
         entry |= {"test_accuracy": accuracy, "test_samples": int(tested)}
         entry |= {"samples_per_second": speed, "device": sums.device.type}
         entry |= {"backend": backend(), "torch": torch.__version__}
-        with open(args.log_json, "a") as file:
+        with _writing(Path(args.log_json), "--log-json"), open(args.log_json, "a") as file:
             print(json.dumps(entry), file=file)

@@ -4,6 +4,7 @@ import ast
 import functools
 import gzip
 import http.server
+import json
 import os
 import resource
 import runpy
@@ -124,6 +125,38 @@ def test_a_full_disk_is_said_in_one_line_and_leaves_the_checkpoint_whole(rung, e
     [line] = [line for line in result.err.splitlines() if line.startswith(rung)]
     assert "tmp: File too large. Make room" in line and "torch.save" not in result.err, result.err
     assert {path: path.read_bytes() for path in tmp_path.glob("checkpoint.*")} == before
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_full_disk_at_the_log_is_said_in_one_line_and_leaves_no_half_line(rung, tmp_path):
+    log = tmp_path / "log.json"
+    before = json.dumps({"epoch": 0, "rest": "x" * 4000}) + "\n"
+    log.write_text(before)
+
+    def fill():
+        log_epoch = common.log_epoch
+
+        def limited(*args):  # the log has room for the first part of a line
+            resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100, len(before) + 100))
+            log_epoch(*args)
+
+        common.log_epoch = limited
+
+    options = ("--epochs=1", "--checkpoint=")
+    world_size = WORLD_SIZE if rung in PARALLEL else 1
+    result = fork(rung, world_size, *options, folder=tmp_path, before=fill)
+    assert result.codes == [1] if rung.startswith("01") else 2 in result.codes, result.err
+    [line] = [line for line in result.err.splitlines() if line.startswith(rung)]
+    assert line.endswith("log.json: File too large. Make room, or use another --log-json")
+    assert log.read_text() == before
+
+
+def test_data_that_have_no_place_are_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(common, "DATA", tmp_path / "none")  # as in a read-only clone: no mkdir
+    args = common.Namespace(dataset="MNIST", train_size=60_000, image_size=28)
+    with pytest.raises(SystemExit) as end:
+        common.load_datasets(args)
+    assert end.value.code == 2 and "cannot download MNIST" in capsys.readouterr().err
 
 
 def test_a_checkpoint_is_loaded_to_the_cpu(tmp_path):
