@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-sys.path.append(os.getcwd())  # torchrun puts topics/ there; common.py is in the repo's root
+sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
 import common
 
 

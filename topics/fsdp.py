@@ -35,7 +35,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import Sequential
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-sys.path.append(os.getcwd())  # torchrun puts topics/ there; common.py is in the repo's root
+sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
 import common
 
 

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-sys.path.append(os.getcwd())  # python topics/lightning_logging.py finds common.py in the root
+sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
 import common
 
 common.set_up_lightning()  # here, not in main: what ddp_spawn starts imports this file

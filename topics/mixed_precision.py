@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-sys.path.append(os.getcwd())  # torchrun puts topics/ there; common.py is in the repo's root
+sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
 import common
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.profiler import profile, schedule
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-sys.path.append(os.getcwd())  # torchrun puts topics/ there; common.py is in the repo's root
+sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
 import common
 from benchmarks.overlap import length
 

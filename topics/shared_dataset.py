@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
-sys.path.append(os.getcwd())  # python topics/shared_dataset.py finds common.py in the repo's root
+sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
 import common
 
 
