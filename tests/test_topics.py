@@ -2,13 +2,14 @@
 
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ladder import fork
+from ladder import ROOT, fork, launch
 
 TWO = ["--epochs=2"]
 
@@ -248,3 +249,17 @@ def test_logging_metrics(reference, tmp_path):
         assert float(reduced) == pytest.approx((first + second) / 2, abs=1e-4)
         assert float(reduced) == pytest.approx(theirs["train_loss"], abs=1e-4)
     assert len(list((tmp_path / "board").glob("events.*"))) == 1, "one run, from rank 0"
+
+
+def test_a_topic_finds_common_from_any_folder_and_before_any_other(tmp_path):
+    (tmp_path / "common.py").write_text("raise ImportError('this is not the one')")
+    for path in sorted(ROOT.glob("topics/*.py")):
+        [line] = [line for line in path.read_text().splitlines() if line.startswith("sys.path")]
+        assert line.startswith('sys.path.insert(0, f"{os.path.dirname(__file__)}/..")'), path
+    here = {"cwd": tmp_path, "env": {"PYTHONPATH": str(tmp_path)}}
+    done = launch(sys.executable, path := ROOT / "topics" / "fsdp.py", **here)
+    assert (
+        done.returncode == 2 and f"torchrun --standalone --nproc-per-node=2 {path}" in done.stderr
+    )
+    done = launch(sys.executable, ROOT / "topics" / "lightning_launch.py", "--epochs=1", **here)
+    assert done.returncode == 0, done.stderr
