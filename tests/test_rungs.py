@@ -100,6 +100,22 @@ def test_a_torn_checkpoint_is_reported_and_the_one_before_it_used(rung, tmp_path
     assert [entry["epoch"] for entry in result.epochs] == [1]
 
 
+def no_room(name, room, call=True):
+    """Return what ranks do first: once common.NAME is called, no file may grow over room bytes."""
+
+    def before():
+        function = getattr(common, name)
+
+        def limited(*args):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+            if call:
+                function(*args)
+
+        setattr(common, name, limited)
+
+    return before
+
+
 @pytest.mark.parametrize("epochs", [1, 3])
 @pytest.mark.parametrize("rung", [*RUNGS, "04_lightning.py .ckpt"])
 def test_a_full_disk_is_said_in_one_line_and_leaves_the_checkpoint_whole(rung, epochs, tmp_path):
@@ -109,16 +125,7 @@ def test_a_full_disk_is_said_in_one_line_and_leaves_the_checkpoint_whole(rung, e
             shutil.copy(path, tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
 
-    def fill():
-        save = common.save_checkpoint
-
-        def limited(*args):  # no disk is full, but no file may grow larger
-            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-            if not only_lightning:
-                save(*args)
-
-        common.save_checkpoint = limited
-
+    fill = no_room("save_checkpoint", 50_000, call=not only_lightning)
     world_size = WORLD_SIZE if rung in PARALLEL else 1
     result = fork(rung, world_size, f"--epochs={epochs}", folder=tmp_path, before=fill)
     assert result.codes == [1] if rung.startswith("01") else 2 in result.codes, result.err
@@ -133,15 +140,7 @@ def test_a_full_disk_at_the_log_is_said_in_one_line_and_leaves_no_half_line(rung
     before = json.dumps({"epoch": 0, "rest": "x" * 4000}) + "\n"
     log.write_text(before)
 
-    def fill():
-        log_epoch = common.log_epoch
-
-        def limited(*args):  # the log has room for the first part of a line
-            resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100, len(before) + 100))
-            log_epoch(*args)
-
-        common.log_epoch = limited
-
+    fill = no_room("log_epoch", len(before) + 100)  # for the first part of a line
     options = ("--epochs=1", "--checkpoint=")
     world_size = WORLD_SIZE if rung in PARALLEL else 1
     result = fork(rung, world_size, *options, folder=tmp_path, before=fill)
