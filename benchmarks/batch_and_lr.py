@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--csv", type=Path, default=ROOT / "results" / "batch_and_lr.csv")
     args = parser.parse_args()
+    tour.end_like_ctrl_c()
     for factor in args.factors:
         for rule in args.rules[: 1 if factor == 1 else None]:  # at 1 all rules are one
             for seed in args.seeds:

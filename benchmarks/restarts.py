@@ -45,17 +45,21 @@ def crash(processes: int, setting: int, timeout: float) -> dict:
         timer = threading.Timer(timeout, tour.stop, [process])
         timer.start()
         killed, starts = None, []
-        for line in process.stdout:  # ends when all have ended
-            if "kill -9" in line:
-                killed = time.perf_counter()
-            elif "| world size" in line:
-                starts.append(time.perf_counter())
-        timer.cancel()
+        try:
+            for line in process.stdout:  # ends when all have ended
+                if "kill -9" in line:
+                    killed = time.perf_counter()
+                elif "| world size" in line:
+                    starts.append(time.perf_counter())
+            code = process.wait()
+        finally:
+            timer.cancel()
+            tour.stop(process)
         later = [start - killed for start in starts if killed and start > killed]
     return {
         "processes": processes,
         "setting": setting,
-        "finished": int(process.wait() == 0),
+        "finished": int(code == 0),
         "restarts": max(len(starts) - 1, 0),
         "back_after": round(later[0], 2) if later else None,
     }
@@ -71,6 +75,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=120, help="seconds for one run")
     parser.add_argument("--csv", type=Path, default=ROOT / "results" / "restarts.csv")
     args = parser.parse_args()
+    tour.end_like_ctrl_c()
     for number in range(1, args.runs + 1):
         row = crash(args.processes, args.setting, args.timeout)
         row |= {"device": "cuda" if common.gpu_count() else "cpu"}

@@ -146,6 +146,7 @@ def run_all(works: list[tuple[dict, list[str], dict]], args: argparse.Namespace)
 
     works: what measure() takes as work and extra, and the columns that come before its own.
     """
+    tour.end_like_ctrl_c()
     failed = False
     for number, (work, extra, columns) in enumerate(works, 1):
         words = [work[name] for name in ("script", "mode", "devices", "model", "precision")]

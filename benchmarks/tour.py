@@ -62,6 +62,16 @@ def stop(process: subprocess.Popen) -> None:
                 process.wait(seconds)
 
 
+def end_like_ctrl_c() -> None:
+    """Let SIGTERM, or a terminal that closes, end this program as Ctrl-C does: after its ranks.
+
+    They would go on, and share the devices with whatever is measured next.
+    """
+    for number in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:  # not on Windows
+        if signal.getsignal(number) is signal.SIG_DFL:  # else it is ignored, as under nohup
+            signal.signal(number, signal.default_int_handler)
+
+
 def run(rung: str, processes: int, options: list[str]) -> tuple[list[dict], float]:
     """Run a rung to its end; return its --log-json, [] if it failed, and its seconds."""
     env = dict(os.environ, OMP_NUM_THREADS="1", NVIDIA_TF32_OVERRIDE="0", PYTHONUNBUFFERED="1")
@@ -116,6 +126,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=common.gpu_count() or 2)
     parser.add_argument("--json", metavar="FILE", help="write what was measured to FILE")
     args, options = parser.parse_known_args()
+    end_like_ctrl_c()
     rungs = sorted(path.name for path in ROOT.glob("[0-9]*.py"))
     if sys.platform == "win32":
         print("torchrun does not work on native Windows: 02 and 03 are left out (use WSL for them)")

@@ -135,24 +135,63 @@ def test_strong_scaling_and_a_failure_is_reported(tmp_path):
     assert done.returncode == 2 and "no such script: 05.py. Use 00_single_gpu.py" in done.stdout
 
 
-def test_ctrl_c_keeps_what_was_measured(tmp_path):
-    path = tmp_path / "scaling.csv"
+def left_behind(mark):
+    """Return the Python processes that still have this word in their command."""
+    return subprocess.run(["pgrep", "-f", f"^[^ ]*python.* {mark}"], capture_output=True).stdout
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_stopped_benchmark_keeps_what_was_measured_and_leaves_no_rank_behind(name, tmp_path):
+    """Ctrl-C, kill or timeout, a closed terminal: else ranks would slow down the next one."""
+    number = getattr(signal, name)
+    path, mark = tmp_path / "scaling.csv", f"--seed=4242{number:d}"
+    words = ["--scripts", "00_single_gpu.py", "02_torchrun.py", "--devices", "1"]
+    words += [f"--extra={mark}", f"--csv={path}"]
+    default = signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL
     process = subprocess.Popen(
-        [sys.executable, "benchmarks/scaling.py", *TINY, f"--csv={path}", "--devices", "1"],
+        [sys.executable, "benchmarks/scaling.py", *TINY, *words],
         cwd=ROOT,
         env=ENV,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=lambda: signal.signal(number, default),
     )
     deadline = time.monotonic() + 120
-    while not path.exists() and time.monotonic() < deadline:
+    while not (path.exists() and left_behind(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out = process.communicate(timeout=60)[0]
     assert process.returncode == 1 and f"interrupted; what was measured is in {path}" in out
     assert "Traceback" not in out and len(rows(path)) >= 1
+    assert not left_behind(mark)
+
+
+@pytest.mark.parametrize(
+    "command, mark",
+    [
+        ("tour.py --seed=424201", "--seed=424201 --checkpoint="),
+        ("restarts.py --timeout=244 --csv=CSV", "--timeout=61.0"),
+        ("batch_and_lr.py --seeds 424202 --csv=CSV", "--seed=424202"),
+    ],
+)
+def test_every_benchmark_ends_its_ranks_at_sigterm(command, mark, tmp_path):
+    words = command.replace("CSV", str(tmp_path / "rows.csv")).split()
+    process = subprocess.Popen(
+        [sys.executable, f"benchmarks/{words[0]}", *words[1:]],
+        cwd=ROOT,
+        env=ENV,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL),
+    )
+    deadline = time.monotonic() + 120
+    while not left_behind(mark) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.terminate()
+    assert process.communicate(timeout=90)[1] == f"{words[0]}: interrupted\n"
+    assert process.returncode == -signal.SIGINT and not left_behind(mark)
 
 
 def test_a_row_that_takes_too_long_leaves_no_rank_behind(tmp_path):
@@ -162,8 +201,7 @@ def test_a_row_that_takes_too_long_leaves_no_rank_behind(tmp_path):
     words += ["--windows", 100_000, "--csv", tmp_path / "scaling.csv"]
     done = benchmark("scaling.py", *words)
     assert done.returncode == 1 and "FAILED, has not ended after 12 s" in done.stdout
-    left = subprocess.run(["pgrep", "-f", f"^[^ ]*python.*{mark}"], capture_output=True, text=True)
-    assert left.stdout == ""
+    assert not left_behind(mark)
 
 
 def test_ladder_of_speed(tmp_path):
