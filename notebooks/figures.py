@@ -461,8 +461,8 @@ def law(s: float, n):
     return 1 / (s + (1 - s) / n)
 
 
-def fits(points: dict, draws: int = 2000) -> tuple[float, float, float]:
-    """Return the serial fraction of the medians, and a range: 5 to 95 % of 2,000 fits.
+def spread(points: dict, fit, draws: int = 2000) -> tuple[float, float, float]:
+    """Return what fit makes of the medians, and a range: 5 to 95 % of 2,000 fits.
 
     Each of those takes for each device count a speed between the slowest and the quickest window.
     """
@@ -470,9 +470,9 @@ def fits(points: dict, draws: int = 2000) -> tuple[float, float, float]:
     ranges = {n: values.tolist() for n, values in points.items()}
     for _ in range(draws):
         drawn = {n: source.triangular(low, high, mid) for n, (mid, low, high) in ranges.items()}
-        found.append(serial_fraction(drawn))
+        found.append(fit(drawn))
     found.sort()
-    middle = serial_fraction({n: values[0] for n, values in points.items()})
+    middle = fit({n: values[0] for n, values in points.items()})
     return middle, min(middle, found[draws // 20]), max(middle, found[-1 - draws // 20])
 
 
@@ -492,7 +492,7 @@ def amdahl(rows: list[dict], target: int = 8):
         ax.plot(n, n, label="ideal", **GREY)
         for label, one in labelled(group, "model", "mode", "precision"):
             points = {k: v for k, v in one["points"].items() if k < target}
-            s, low, high = fits(points)
+            s, low, high = spread(points, serial_fraction)
             y, least, most = law(s, target), law(high, target), law(low, target)
             known = {k: v[0] / points[1][0] for k, v in one["points"].items()}
             if one in shown:
@@ -520,6 +520,59 @@ def amdahl(rows: list[dict], target: int = 8):
             print(f"{label}: fitted without {last}, the law says {there:.2f} there; ", end="")
             print(f"measured {known[last] / known[1]:.2f}.")
     return figure
+
+
+def ring_speedup(target: int, points: dict, batch: int, size: int, laws: dict):
+    """Return for `target` devices what the ring's law says: (its answer, cells for a table).
+
+    A step takes as long as on one device, and a share of its all-reduce on top: what does not hide
+    behind the backward pass. The share is fitted to points, {devices: samples/s of `batch` samples
+    each}; the time of the all-reduce is the ring's law. laws: {devices: (start, rate)}.
+    """
+    counts = sorted(set(points) & set(laws))
+    sent = np.array([ring(n, size, *laws[n]) for n in counts])
+    late = ring(target, size, *laws[counts[-1]])  # as if more devices had the same links
+
+    def share_of(speeds):  # a step on n devices takes n * batch / speed
+        more = [batch * (n / speeds[n] - 1 / speeds[1]) for n in counts]
+        return max(float(np.dot(more, sent) / np.dot(sent, sent)), 0.0)
+
+    shares = spread({n: points[n] for n in (1, *counts)}, share_of)
+    first = batch / points[1][0]
+    middle, most, least, worst = (target * first / (first + s * late) for s in (*shares, 1))
+    cells = ", ".join(map(str, [1, *counts])), human(size), f"{late * 1e3:.2f}", f"{shares[0]:.2f}"
+    return middle, (*cells, f"{middle:.2f}", f"{least:.2f} to {most:.2f}", f"{worst:.2f}")
+
+
+def ring_ahead(rows: list[dict], lone: list[dict], steps: list[dict], target: int = 8):
+    """What the ring's law predicts for `target` devices in weak scaling, to set beside Amdahl's."""
+    sizes = {(row["hardware"], row["model"]): row["buckets"] for row in profiles(steps)}
+    laws, lines, tests = defaultdict(dict), [], []
+    for (hardware, _, n), points in messages(lone).items():
+        laws[hardware][n] = fit_ring(n, points)
+    found = [one for one in quickest(scaled(rows)) if one["script"][0] == "0"]
+    found = [one for one in found if one["device"] == "cuda"] or found
+    for label, one in labelled(found, "model", "precision"):
+        size = sum(bucket["bytes"] for bucket in sizes.get((one["hardware"], one["model"]), []))
+        points = {n: values for n, values in one["points"].items() if n < target}
+        known = sorted(set(points) & set(laws[one["hardware"]]))
+        if not size or not known:
+            continue
+        real = {n: values[0] / one["points"][1][0] for n, values in one["points"].items()}
+        law_of = one["batch"], size, laws[one["hardware"]]
+        _, cells = ring_speedup(target, points, *law_of)
+        lines.append((label, *cells, f"{real[target]:.2f}" if target in real else "-"))
+        last = known.pop()
+        if known:
+            there, _ = ring_speedup(last, {n: points[n] for n in (1, *known)}, *law_of)
+            words = f"the law says {there:.2f} there; measured {real[last]:.2f}."
+            tests.append(f"{label}: fitted without {last}, {words}")
+    if not lines:
+        return missing("scaling, lone messages and a profile of the same machine and day.")
+    heads = ["", "fitted to", "gradients", f"all-reduce on {target}, ms", "not hidden"]
+    heads += [f"speedup at {target}", "5 to 95 %", "if nothing is hidden", "measured"]
+    table(heads, lines)
+    print(*tests, sep="\n")
 
 
 def bound(rows: list[dict]):

@@ -157,11 +157,13 @@ def speed():
         place = where(row).replace(f"{row['gpus']} × ", "")
         table = tables.setdefault((place, *work), {})
         table.setdefault(line, {}).setdefault(row["devices"], []).append(row["samples_per_second"])
-    parts = []
-    for (machine, model, size, batch), lists in tables.items():
+    parts, machines = [], [machine for machine, *_ in tables]
+    models = figures.MODELS.index
+    order = sorted(tables, key=lambda work: (machines.index(work[0]), models(work[1]), -work[2]))
+    for machine, model, size, batch in order:
         table = {
             line: {n: statistics.median(found) for n, found in counts.items()}
-            for line, counts in lists.items()
+            for line, counts in tables[machine, model, size, batch].items()
         }
         counts = sorted({n for speeds in table.values() for n in speeds})
         lines = ["| script | precision | " + " | ".join(f"{n} ×" for n in counts)]
@@ -182,6 +184,33 @@ def speed():
     return "\n".join(parts)
 
 
+def expectation():
+    """Return speedups on GPUs in weak scaling beside what a course expects, and Amdahl's law."""
+    rows = figures.best(figures.read(ROOT / "results" / "scaling.csv"))
+    found = [one for one in figures.series(rows) if one["mode"] == "weak" and one["alone"]]
+    most = max(max(one["points"]) for one in found)
+    found = [one for one in found if most in one["points"] or one["script"].startswith("02")]
+    found = figures.quickest(found)
+    found.sort(key=lambda one: (figures.MODELS.index(one["model"]), one["script"]))
+    lines = ["| " + " | ".join(["speedup", *(f"{n} GPUs" for n in figures.COURSE if n > 1)]) + " |"]
+    lines += ["|---" * len(figures.COURSE) + "|"]
+    wanted = [
+        f"{low} to {high}" if high > low else f"{low}" for low, high in figures.COURSE.values()
+    ]
+    lines += ["| " + " | ".join(["**a common expectation of DDP**", *wanted[1:]]) + " |"]
+    for one in found:
+        cells = {n: f"{values[0]:.2f}" for n, values in one["speedup"].items()}
+        if one["script"].startswith("02") and 8 not in cells:  # relative to 1 GPU without DDP
+            serial, *_ = figures.spread(one["points"], figures.serial_fraction)
+            cells[8] = f"*{figures.law(serial, 8) * one['speedup'][1][0]:.1f} predicted*"
+        name = f"`{one['script']}` {one['options']}".strip()
+        cells = [cells.get(n, "") for n in figures.COURSE if n > 1]
+        lines.append(
+            "| " + " | ".join([f"{one['model']}: {name}, {one['precision']}", *cells]) + " |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def strategies():
     """Return, a table for each machine and kind of work, memory and speed against rung 02."""
     tables = {}
@@ -199,7 +228,8 @@ def strategies():
         plain = ways["02_torchrun.py", ""]
         lines = ["| script | memory of a rank | of 02's | speed, of 02's | start and end |"]
         lines.append("|---|---|---|---|---|")
-        for (script, options), (memory, speed, overhead) in ways.items():
+        ordered = sorted(ways.items(), key=lambda way: way[0] != ("02_torchrun.py", ""))
+        for (script, options), (memory, speed, overhead) in ordered:
             cells = [f"`{script}` {options}".strip(), f"{memory:.0f} MB"]
             cells += [f"{memory / plain[0]:.2f}", f"{speed / plain[1]:.2f}", f"{overhead:.0f} s"]
             lines.append("| " + " | ".join(cells) + " |")
@@ -259,7 +289,7 @@ def fresh(text):
     """Return the text of a README with its generated parts made again."""
     make = {"picture": picture, "ladder": ladder, "diff": diff, "tour": tour, "topics": topics}
     make |= {"gpu": gpu, "speed": speed, "strategies": strategies, "nequip": nequip}
-    make |= {"restarts": restarts}
+    make |= {"restarts": restarts, "expectation": expectation}
 
     def part(match):
         name, *arguments = match[2].split()

@@ -1,6 +1,7 @@
 """The notebooks: committed executed, run again here, and nothing in them starts a process group."""
 
 import csv
+import json
 import os
 import re
 import subprocess
@@ -171,6 +172,47 @@ def test_any_number_of_devices(counts, tmp_path):
     assert "0.1000" in said and "4.71" in said  # 1 / (0.1 + 0.9 / 8) = 4.706
     ((_, *speeds),) = re.findall(rf"(.*) on {counts[-1]} .*?([\d.]+) +([\d.]+) +2\.0\n", said)
     assert float(speeds[0]) == pytest.approx(float(speeds[1]) / 2, abs=0.01)
+
+
+AHEAD = """
+import json, sys, figures
+rows, lone, steps = json.load(open(sys.argv[1]))
+rows = [{name: figures.number(str(cell)) for name, cell in row.items()} for row in rows]
+figures.ring_ahead(rows, lone, steps)
+"""
+
+
+@pytest.mark.parametrize("share", [0.5, 0])
+def test_the_ring_law_finds_what_is_not_hidden(share, tmp_path):
+    """Of steps made with 50 % of their all-reduce exposed, it finds that, and is right about 8."""
+    machine = {"hardware": "some GPU, torch 2, today", "device": "cuda", "backend": "nccl"}
+
+    def seconds(n, size):
+        return 2 * (n - 1) * 1e-4 + 2 * (n - 1) / n * size / 1e9
+
+    def speed(n):
+        return n * 256 / (1 + share * seconds(n, 1e8))
+
+    rows = [row | machine for row in table((1, 2, 4, 8), 0) if row["script"] == "02_torchrun.py"]
+    for row in rows:
+        row |= dict.fromkeys(("samples_per_second", "min", "max"), speed(row["devices"]))
+    lone = [
+        machine
+        | {"devices": n, "bytes": size}
+        | dict.fromkeys(("seconds", "min", "max"), seconds(n, size))
+        for n in (2, 4)
+        for size in (1000, 10**6, 10**8)
+    ]
+    step = machine | {"model": "resnet50", "image_size": 224, "precision": "tf32", "devices": 4}
+    step |= {"per_rank_batch": 256, "bucket_mb": 25, "buckets": [{"bytes": 5 * 10**7}] * 2}
+    (tmp_path / "data").write_text(json.dumps([rows, lone, [step]]))
+    said = python("-c", AHEAD, tmp_path / "data", PYTHONPATH=str(ROOT / "notebooks"))
+    right, worst = speed(8) / 256, 8 / (1 + seconds(8, 1e8))
+    cells = f"1, 2, 4 100 MB {seconds(8, 1e8) * 1e3:.2f} {share:.2f} {right:.2f} "
+    cells += f"{right:.2f} to {right:.2f} {worst:.2f} {right:.2f}"
+    assert " ".join(said.splitlines()[1].split()).endswith(cells)
+    there = f"{speed(4) / 256:.2f}"
+    assert f"without 4, the law says {there} there; measured {there}." in said
 
 
 def test_several_machines_and_a_slow_down(tmp_path):
