@@ -18,6 +18,7 @@ A generated part stands between <!-- generated: NAME --> and <!-- end -->, where
 """
 
 import ast
+import csv
 import json
 import re
 import statistics
@@ -213,25 +214,29 @@ def expectation():
 
 def strategies():
     """Return, a table for each machine and kind of work, memory and speed against rung 02."""
+    path, names = ROOT / "results" / "strategies.csv", ("peak_memory_mb", "samples_per_second")
+    # Against the rows of 02 of the same commit: they were measured in one go.
+    together = ("model", "image_size", "per_rank_batch", "devices", "cpu", "gpu", "commit")
+    with path.open(newline="", encoding="utf-8") as file:
+        plain = [row for row in csv.DictReader(file) if row["script"] == "02_torchrun.py"]
     tables = {}
-    for row in figures.read(ROOT / "results" / "strategies.csv"):
+    for row in figures.read(path):
         work = f"{row['model']}, {row['image_size']} × {row['image_size']} pixels"
         work += f", {row['per_rank_batch']} images a rank, ranks: {row['devices']}. {where(row)}."
-        tables.setdefault(work, []).append(row)
-    parts, numbers = [], ("peak_memory_mb", "samples_per_second", "overhead_seconds")
-    for work, rows in tables.items():
-        ways = {}  # of rows of the same way the median counts
-        for row in rows:
-            ways.setdefault((row["script"], row["options"]), []).append([row[n] for n in numbers])
-        for way, found in ways.items():
-            ways[way] = [statistics.median(column) for column in zip(*found, strict=True)]
-        plain = ways["02_torchrun.py", ""]
+        twins = [twin for twin in plain if all(twin[n] == str(row[n]) for n in together)]
+        shares = [row[n] / statistics.median(float(twin[n]) for twin in twins) for n in names]
+        ways = tables.setdefault(work, {})  # of rows of the same way the median counts
+        found = ways.setdefault((row["script"], row["options"]), [])
+        found.append([row["peak_memory_mb"], *shares, row["overhead_seconds"]])
+    parts = []
+    for work, ways in tables.items():
         lines = ["| script | memory of a rank | of 02's | speed, of 02's | start and end |"]
         lines.append("|---|---|---|---|---|")
-        ordered = sorted(ways.items(), key=lambda way: way[0] != ("02_torchrun.py", ""))
-        for (script, options), (memory, speed, overhead) in ordered:
-            cells = [f"`{script}` {options}".strip(), f"{memory:.0f} MB"]
-            cells += [f"{memory / plain[0]:.2f}", f"{speed / plain[1]:.2f}", f"{overhead:.0f} s"]
+        for script, options in sorted(ways, key=lambda way: way != ("02_torchrun.py", "")):
+            columns = zip(*ways[script, options], strict=True)
+            memory, share, speed, overhead = map(statistics.median, columns)
+            cells = [f"`{script}` {options}".strip(), f"{memory:.0f} MB", f"{share:.2f}"]
+            cells += [f"{speed:.2f}", f"{overhead:.0f} s"]
             lines.append("| " + " | ".join(cells) + " |")
         parts.append(work + "\n\n" + "\n".join(lines) + "\n")
     return "\n".join(parts)

@@ -428,6 +428,13 @@ def not_compiled(text):
     return text.replace("self.compiled[0](images)", "self.model(images)")
 
 
+def test_sync_once_trains_what_it_has_compiled(reference):
+    done = fork("topics/sync_once.py", 2, "--epochs=2", "--checkpoint=")
+    assert done.codes == [0, 0], done.err
+    assert_epochs(done.epochs, reference[:2])
+    assert " | 1 compiled pieces, 0 graph breaks" in done.out
+
+
 # Weights for several buckets, and a single step
 WIDE = ["--model=wide", "--dataset=fake:96", "--image-size=16", "--epochs=1", "--checkpoint="]
 

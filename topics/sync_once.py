@@ -1,9 +1,9 @@
 """Topic: a Lightning strategy of our own: one all-reduce after the whole backward pass, no DDP.
 
 DDP sends gradients in buckets while the backward pass computes, so torch.compile cuts the model at
-their borders. This strategy leaves the model whole and averages all gradients once a step, as
-NequIP's SimpleDDPStrategy does. But it hides no traffic behind computation, and buffers (batch
-norm's) stay each rank's own.
+their borders. This strategy leaves the model whole and averages all gradients once a step; the
+idea is that of NequIP's SimpleDDPStrategy. But it hides no traffic behind computation, and buffers
+(batch norm's) stay each rank's own.
 
 Two processes on the CPU:   python -m topics.sync_once
 Cut at the buckets by DDP:  python -m topics.sync_once --strategy ddp --model wide --epochs 1
@@ -63,7 +63,7 @@ class SyncOnce(DDPStrategy):
         flat = torch.cat([used, *(grad.flatten() for grad in grads)])
         dist.all_reduce(flat)
         self.all_reduces += 1
-        used, *grads = (flat / self.world_size).split([len(weights), *map(torch.numel, weights)])
+        used, *grads = flat.div_(self.world_size).split([len(weights), *map(torch.numel, weights)])
         for weight, grad, share in zip(weights, grads, used, strict=True):
             if weight.grad is not None or share > 0:
                 weight.grad = grad.view_as(weight).to(weight.dtype)
