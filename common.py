@@ -346,7 +346,7 @@ def save_checkpoint(args: Namespace, epochs: int, model: nn.Module, optimizer: O
     state["rng"] = torch.get_rng_state()
     if torch.cuda.is_available():
         state["cuda_rng"] = torch.cuda.get_rng_state()
-    with _writing(temporary):
+    with writing(temporary):
         if path.exists():
             shutil.copyfile(path, temporary)
             os.replace(temporary, f"{path}.previous")
@@ -358,7 +358,7 @@ def save_checkpoint(args: Namespace, epochs: int, model: nn.Module, optimizer: O
 
 
 @contextmanager
-def _writing(path: Path, option: str = "--checkpoint") -> Iterator[None]:
+def writing(path: Path, option: str = "--checkpoint") -> Iterator[None]:
     """Turn a full disk or a spent quota into one line, and leave the file as it was."""
     size = path.stat().st_size if path.is_file() else 0
     try:
@@ -387,7 +387,7 @@ def set_up_lightning() -> None:
 
     def save_checkpoint(self, checkpoint, path, storage_options=None):  # rank 0 calls this
         temporary = Path(f"{path}.tmp")
-        with _writing(temporary):
+        with writing(temporary):
             save(self, checkpoint, temporary, storage_options)
             os.replace(temporary, path)
 
@@ -501,5 +501,5 @@ def log_epoch(args: Namespace, epoch: int, sums: torch.Tensor, seconds: float) -
         entry |= {"test_accuracy": accuracy, "test_samples": int(tested)}
         entry |= {"samples_per_second": speed, "device": sums.device.type}
         entry |= {"backend": backend(), "torch": torch.__version__}
-        with _writing(Path(args.log_json), "--log-json"), open(args.log_json, "a") as file:
+        with writing(Path(args.log_json), "--log-json"), open(args.log_json, "a") as file:
             print(json.dumps(entry), file=file)

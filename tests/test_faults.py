@@ -337,13 +337,15 @@ CLINIC += ["--checkpoint=", "--epochs=1"]
 
 
 def test_a_mismatch_is_a_timeout_and_the_flight_recorder_names_it(start, tmp_path):
-    there = ["env", "-C", tmp_path, f"PYTHONPATH={ROOT}"]  # other tests may write flights in ROOT
-    job = start(*there, *CLINIC, "--case=mismatch", "--timeout=5")
+    there = ["env", "-C", tmp_path, f"PYTHONPATH={ROOT}"]  # nothing may be written in it
+    place = f"--checkpoint={tmp_path}/elsewhere/x.pt"
+    job = start(*there, *CLINIC, "--case=mismatch", "--timeout=5", place)
     assert job.end() == 1
     assert "Timed out waiting 5000ms" in job.text
     assert "rank 0 | flight recorder: the last is gloo:all_reduce, line" in job.text
     assert "rank 1 | flight recorder: the last is gloo:broadcast, line" in job.text
-    flight = tmp_path / "checkpoints" / "flight"
+    flight = tmp_path / "elsewhere" / "flight"
+    assert not (tmp_path / "checkpoints").exists()
     reader = [Path(sys.executable).with_name("torchfrtrace"), flight, "-p", "rank_"]
     report = subprocess.run(reader, capture_output=True, text=True, timeout=HANG)
     assert "COLLECTIVE_TYPE_MISMATCH" in report.stdout + report.stderr

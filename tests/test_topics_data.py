@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import sys
 import tempfile
@@ -59,6 +60,19 @@ def test_shared_dataset(way, ranks, copies, tmp_path):
     assert float(re.search(text, out, re.M)[1]) == pytest.approx(copies, abs=0.1)
     assert_same_losses(epochs, fork("01_single_node_multi_gpu.py", 4, "--epochs=1").epochs)
     assert not list(tmp_path.glob("data-*")), "the file has gone"
+
+
+def test_no_room_for_the_file_that_all_map(tmp_path):
+    """One line names the place; half a file does not stay behind, and no rank waits for it."""
+
+    def no_room():
+        tempfile.tempdir = str(tmp_path)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+
+    done = fork("topics/shared_dataset.py", 2, "--way=mmap", "--checkpoint=", before=no_room)
+    assert done.codes == [1] and "Traceback" not in done.err, done.err
+    assert re.search(r"^shared_dataset.py: cannot write \S+data-\d+.pt: File too", done.err, re.M)
+    assert done.err.count("another TMPDIR") == 1 and not list(tmp_path.glob("data-*"))
 
 
 def test_graph_dataset(tmp_path):

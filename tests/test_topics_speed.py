@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_topics import TWO, reference, topic  # noqa: F401  reference is a fixture
 
+import common
 from ladder import ROOT, fork
 
 # float16 is slow on a CPU: few images. 5 steps an epoch.
@@ -415,13 +416,27 @@ def test_profiling(epoch_of_02, tmp_path):
         assert 0 < compute < whole and 0 < communication < whole
         assert 0 <= exposed <= communication + 0.002
         assert idle >= -0.002 and compute + exposed + idle == pytest.approx(whole, abs=0.01)
-        events = json.loads((tmp_path / f"checkpoints/trace.{rank}.json").read_text())
+        events = json.loads((tmp_path / f"trace.{rank}.json").read_text())
         names = [event["name"] for event in events["traceEvents"]]
         assert names.count("gloo:all_reduce") == 5, "one bucket a step"
         steps = [f"ProfilerStep#{number}" for number in range(7, 12)]
         assert [name for name in names if name.startswith("ProfilerStep")] == steps
     assert len(re.findall("^ *aten::convolution_backward ", done.out, re.M)) == 1, "rank 0's table"
     assert_equal(done.state["weights"], epoch_of_02.state["weights"])
+    assert not (tmp_path / "checkpoints").exists(), "all of it lies beside --checkpoint"
+
+
+def test_no_place_for_the_traces_is_said_in_one_line(tmp_path):
+    """Without --checkpoint they go to checkpoints/, here in a folder where that cannot be made."""
+    (tmp_path / "checkpoints").write_text("a file")
+
+    def no_patience():
+        common.time.sleep = lambda seconds: None  # in common.fail, where rank 1 lets rank 0 speak
+
+    options = ("--epochs=1", "--checkpoint=")
+    done = fork("topics/profiling.py", 2, *options, folder=tmp_path, before=no_patience)
+    assert 2 in done.codes, done.err
+    assert "profiling.py: cannot write checkpoints/trace.0.json: File exists. Make" in done.err
 
 
 def test_a_slow_rank_is_exposed_communication_of_the_others():

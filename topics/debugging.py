@@ -12,9 +12,9 @@ itself is often a segmentation fault (torch 2.9 to 2.14): that is why hang() com
 Two processes on the CPU:   export CUDA_VISIBLE_DEVICES=
                             torchrun --standalone --nproc-per-node=2 -m topics.debugging
                                 --timeout 10 --case mismatch
-What it has recorded:       torchfrtrace checkpoints/flight -p rank_
+What it has recorded:       torchfrtrace checkpoints/flight -p rank_  (beside --checkpoint)
 What changed:               diff -U0 -w 02_torchrun.py topics/debugging.py
-Budget: +39 -1 because it is four lessons in one file; the training around them is as ever.
+Budget: +42 -1 because it is four lessons in one file; the training around them is as ever.
 """
 
 import os
@@ -35,7 +35,7 @@ sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the rep
 import common
 
 
-def hang(case, rank, world_size, timeout):
+def hang(case, rank, world_size, timeout, folder):
     print(f"rank {rank} | look inside it: py-spy dump --pid {os.getpid()}", flush=True)
     values, last = torch.ones(4), rank == world_size - 1
     try:
@@ -54,12 +54,12 @@ def hang(case, rank, world_size, timeout):
         else:
             common.fail(f"no --case {case}: use mismatch, stuck, monitored or breakpoint")
     except RuntimeError:
-        write_flight(rank)
+        write_flight(rank, folder)
         time.sleep(2)  # torchrun ends all ranks with the first: let them write theirs as well
         raise
 
 
-def write_flight(rank):
+def write_flight(rank, folder):
     """Write what this rank's flight recorder has seen, in the form that torchfrtrace reads.
 
     Both names are private to torch. With NCCL torch writes the file itself, at a timeout.
@@ -71,8 +71,10 @@ def write_flight(rank):
     for entry in flight["entries"][-1:]:
         line = next(f["line"] for f in entry["frames"] if f["filename"].endswith("debugging.py"))
         print(f"rank {rank} | flight recorder: the last is {entry['profiling_name']}, line {line}")
-    Path("checkpoints/flight").mkdir(parents=True, exist_ok=True)
-    Path(f"checkpoints/flight/rank_{rank}").write_bytes(pickle.dumps(flight))
+    file = folder / f"rank_{rank}"
+    with common.writing(file):
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(pickle.dumps(flight))
 
 
 @record  # a rank that fails reports its traceback to torchrun
@@ -100,7 +102,8 @@ def main(args):
     start_epoch = common.restore(state, args, model, optimizer)
     if backend != "gloo" or world_size == 1:
         common.fail("needs the CPU (CUDA_VISIBLE_DEVICES=) and more than one process")
-    hang(args.case, rank, world_size, timeout)
+    folder = Path(args.checkpoint or "checkpoints/x").with_name("flight")
+    hang(args.case, rank, world_size, timeout, folder)
     model = DDP(model)  # all ranks: takes the weights of rank 0
 
     for epoch in range(start_epoch, args.epochs):

@@ -5,7 +5,8 @@ communication  an all-reduce is under way; it also waits for a slower rank
 exposed        the part of it in which the device does nothing else: what the step pays for it
 idle           neither: the device waits for data, or for Python to tell it what to do
 The first steps are left out: in them memory is allocated, libraries are loaded, and DDP makes its
-buckets anew. Look at checkpoints/trace.RANK.json in ui.perfetto.dev or chrome://tracing.
+buckets anew. Look at trace.RANK.json, beside --checkpoint (without one: in checkpoints/), in
+ui.perfetto.dev or chrome://tracing.
 
 Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.profiling \
                                 --epochs 1 --checkpoint ''
@@ -13,7 +14,7 @@ One process:                the same with --nproc-per-node=1
 All GPUs:                   the same with --nproc-per-node=gpu --model resnet50 --dataset fake
 Bucket by bucket:           torchrun --standalone --nproc-per-node=2 benchmarks/overlap.py
 What changed:               diff -U0 -w 02_torchrun.py topics/profiling.py
-Budget: +42 -0 because a profile is of no use to a reader before its spans are added up.
+Budget: +43 -0 because a profile is of no use to a reader before its spans are added up.
 """
 
 import json
@@ -85,9 +86,10 @@ def main(args):
         common.fail(f"{len(train_loader)} steps an epoch are too few: use a smaller --batch-size")
 
     def report(profiler):  # all ranks, after the last of those steps
-        file = Path("checkpoints", f"trace.{rank}.json")
-        file.parent.mkdir(exist_ok=True)
-        profiler.export_chrome_trace(str(file))
+        file = Path(args.checkpoint or "checkpoints/x").with_name(f"trace.{rank}.json")
+        with common.writing(file):
+            file.parent.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(file))
         whole, compute, communication, exposed = add_up(json.loads(file.read_text()), device)
         print(
             f"rank {rank} | a step {whole:.3f} ms | compute {compute:.3f} | communication"

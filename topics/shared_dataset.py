@@ -9,7 +9,7 @@ All GPUs, or 2 CPU processes:  python -m topics.shared_dataset
 A file that all map:           the same with --way mmap
 A copy in each rank:           the same with --way copy
 What changed:                  diff -U0 -w 01_single_node_multi_gpu.py topics/shared_dataset.py
-Budget: +56 -5 because more than half of it measures whose pages of memory the data is in.
+Budget: +57 -5 because more than half of it measures whose pages of memory the data is in.
 """
 
 import os
@@ -65,7 +65,8 @@ def main(rank, world_size, args, handed, parents):
     if args.way == "mmap":
         file = Path(tempfile.gettempdir(), f"data-{os.environ['MASTER_PORT']}.pt")
         if rank == 0:  # the first rank of the node; its own copy is gone when it has written
-            torch.save([part.tensors for part in common.load_datasets(args)], file)
+            with common.writing(file, "TMPDIR"), open(file, "wb") as out:
+                torch.save([part.tensors for part in common.load_datasets(args)], out)
         dist.barrier()  # all ranks: the file is whole
         handed = [TensorDataset(*tensors) for tensors in torch.load(file, mmap=True)]
         dist.barrier()  # all ranks have mapped it, so its name can go; the pages stay
