@@ -138,9 +138,9 @@ def parse_args(launcher: str = "python", **options: int | float | str) -> Namesp
     args = parser.parse_args()
 
     _check_work(args)
-    _check_launch(launcher, args)
     if launcher == "lightning":
         _check_lightning(args, options["num_nodes"])
+    _check_launch(launcher, args)
     try:  # now, not after the first epoch
         for path in filter(None, (args.checkpoint, args.log_json)):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -209,14 +209,25 @@ def _check_lightning(args: Namespace, nodes: int) -> None:
     """Refuse what cannot work or would wait for ever. nodes: those that the launcher has."""
     env, by_torchrun = os.environ, "TORCHELASTIC_RUN_ID" in os.environ
     ranks = int(env.get("WORLD_SIZE" if by_torchrun else "SLURM_NTASKS", 0))
-    started = by_torchrun or int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1
-    # By these names Lightning knows a shell, where it starts the ranks itself.
+    tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))  # of this srun; without srun 1
+    started = by_torchrun or tasks > 1
+    # By these names Lightning knows a shell, where it starts this node's ranks itself.
     shell = not by_torchrun and env.get("SLURM_JOB_NAME") in ("bash", "interactive")
-    if ranks > 1 and not by_torchrun and "SLURM_STEP_ID" not in env:
-        fail("waits for the other tasks of the Slurm job: start it with srun python, not python")
+    each_a_rank = ranks > 1 and not (by_torchrun or shell)  # each task of Slurm
+    on_node, gpus, told = (ranks or nodes) // nodes, gpu_count(), "SLURM_NTASKS_PER_NODE" in env
+    srun = "srun --job-name=train" if shell else "srun"
+    srun += "" if told else f" --nodes={nodes} --ntasks-per-node={on_node}"
+    alone_of_nodes = not (each_a_rank or started) and min(nodes, args.num_nodes) > 1
+    if alone_of_nodes or (each_a_rank and ranks > tasks):
+        fail(f"waits for the other tasks of the Slurm job: start it with {srun} python, not python")
     if shell and started:
-        fail(f"each of {ranks} tasks would train alone: use srun --job-name=train python")
-    if ranks and not shell and (ranks, nodes) != (args.world_size, args.num_nodes):
+        fail(f"each of {ranks} tasks would train alone: use {srun} python")
+    if each_a_rank and not told:
+        fail(f"Lightning needs --ntasks-per-node, not --ntasks: start it with {srun} python")
+    if each_a_rank and on_node > gpus > 0:
+        seen = f"{on_node} tasks on a node, and each sees {gpus} GPUs. In Lightning it must see all"
+        fail(f"{seen}: use --gpus-per-node={on_node}, not --gpus-per-task")
+    if ranks and not shell and (ranks, nodes) != (args.devices * args.num_nodes, args.num_nodes):
         asked = f"--devices {args.devices} on --num-nodes {args.num_nodes}"
         fail(f"{asked}, but {ranks} ranks have been started on {nodes}: make them equal")
     name = args.strategy

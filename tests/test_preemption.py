@@ -115,5 +115,5 @@ def test_slurm_requeues(name, cluster, whole, tmp_path):  # noqa: F811
     assert (state, code) == ("COMPLETED", "0:0"), text
     assert len(re.findall(STOPPED, text)) == 1, text
     assert "exit code 75), back to the queue" in text
-    assert "restart 0 of this job" in text and "restart 1 of this job" in text
+    assert re.findall(rf"^job {job} \| restart (\d) \|", text, re.M) == ["0", "1"], text
     assert_like(whole, checkpoint, log)

@@ -261,6 +261,8 @@ def test_a_batch_file_is_well_formed(path):
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.M))
     assert options["job-name"] == path.stem
     assert options["output"] == "%x-%j.out"  # no folder that might be missing
+    # A job that is put back into the queue keeps the log of its life before.
+    assert "#SBATCH --open-mode=append\n#SBATCH --requeue\n" in text
     asked = {"nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time"}
     assert asked <= set(options)
     assert not any("SLURM_LAUNCH_NODE_IPADDR" in ln or "CUDA_VISIBLE_DEVICES" in ln for ln in code)

@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from test_lightning import assert_epochs, by_hand
+from test_lightning import FILES, assert_epochs, by_hand
 from test_slurm import cluster  # noqa: F401  a fixture: skips without Slurm, but never in CI
 
 import common
@@ -15,8 +15,13 @@ from ladder import ROOT, fork, launcher_env
 
 FILE = ROOT / "slurm" / "04_lightning.sbatch"
 TWO_TASKS = ["--gpus-per-node=0", "--cpus-per-task=1", "--nodes=1", "--ntasks-per-node=2"]
-NOT_SRUN = "waits for the other tasks of the Slurm job: start it with srun python, not python"
+NOT_SRUN = "waits for the other tasks of the Slurm job: start it with {} python, not python"
+BY_SRUN, BY_NAME = NOT_SRUN.format("srun"), NOT_SRUN.format("srun --job-name=train")
 NOT_EQUAL = "--devices {} on --num-nodes {}, but {} ranks have been started on {}: make them equal"
+NTASKS = "Lightning needs --ntasks-per-node, not --ntasks: start it with srun {} python"
+TWO_ON_ONE = "--nodes=1 --ntasks-per-node=2"
+ONE_GPU_EACH = "4 tasks on a node, and each sees 1 GPUs. In Lightning it must see all: use "
+ONE_GPU_EACH += "--gpus-per-node=4, not --gpus-per-task"
 SHELL = "each of 2 tasks would train alone: use srun --job-name=train python"
 TORCHRUNS = "srun has started it 2 times on 1 nodes: use --ntasks-per-node=1"
 
@@ -30,6 +35,10 @@ def job(tasks, nodes=1, name="train", step=True, **more):
     return {f"SLURM_{name}": str(value) for name, value in env.items()}
 
 
+# salloc's shell, where slurm.conf has LaunchParameters=use_interactive_step: a step of one task.
+IN_A_STEP = {"STEP_ID": 4294967290, "STEP_NUM_TASKS": 1, "STEP_NUM_NODES": 1, "step": False}
+
+
 @pytest.mark.parametrize(
     "env, options, line",
     [
@@ -38,8 +47,16 @@ def job(tasks, nodes=1, name="train", step=True, **more):
         (job(4, 2, NTASKS_PER_NODE=2), ["--devices=4", "--num-nodes=1"], "on --num-nodes 1, but 4"),
         # sbatch --wrap "python 04_lightning.py": one rank, with half of the batch
         (job(1, step=False), [], NOT_EQUAL.format(2, 1, 1, 1)),
-        (job(2, step=False, NTASKS_PER_NODE=2), [], NOT_SRUN),
-        (job(2, 2, "interactive", step=False, NTASKS_PER_NODE=1), [], NOT_SRUN),
+        (job(2, step=False, NTASKS_PER_NODE=2), [], BY_SRUN),
+        (job(2, NTASKS_PER_NODE=2, **IN_A_STEP), [], BY_SRUN),
+        (job(4, 2, NTASKS_PER_NODE=2, **IN_A_STEP), [], BY_SRUN),
+        (job(2, step=False), [], NOT_SRUN.format(f"srun {TWO_ON_ONE}")),
+        (job(2, 2, "interactive", step=False, NTASKS_PER_NODE=1), [], BY_NAME),
+        (job(4, 2, "interactive", NTASKS_PER_NODE=2, **IN_A_STEP), [], BY_NAME),
+        # sbatch --nodes=2 says nothing of tasks
+        ({"SLURM_NNODES": "2"}, [], NOT_SRUN.format("srun --nodes=2 --ntasks-per-node=1")),
+        (job(2), [], NTASKS.format(TWO_ON_ONE)),
+        (job(6, 2), ["--devices=3"], NTASKS.format("--nodes=2 --ntasks-per-node=3")),
         (job(2, name="interactive", NTASKS_PER_NODE=2), [], SHELL),
         (job(2, name="bash", NTASKS_PER_NODE=2), [], SHELL),
     ],
@@ -48,6 +65,39 @@ def test_what_cannot_work_is_refused_in_one_line(env, options, line):
     done = fork("04_lightning.py", 1, *options, env=env, before=by_hand)
     assert done.codes == [2] and not done.out, done.out
     assert line in done.err and done.err.count("\n") == 1, done.err
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_tasks_that_lightning_does_not_see_as_ranks(file):
+    """srun --ntasks=2: Lightning's RuntimeError, from each rank. In the topics too."""
+    done = fork(file, 1, env=job(2), before=by_hand)
+    line = f"{file.split('/')[-1]}: {NTASKS.format(TWO_ON_ONE)}\n"
+    assert (done.codes, done.err) == ([2], line)
+
+
+@pytest.mark.parametrize(
+    "env, devices, gpus, line",
+    [
+        (job(4, NTASKS_PER_NODE=4), 4, 1, ONE_GPU_EACH),
+        (job(4, NTASKS_PER_NODE=4), 1, 1, ONE_GPU_EACH),
+        (job(8, 2, NTASKS_PER_NODE=4), 4, 1, ONE_GPU_EACH),
+        # these see all that there are, and are as many as there are
+        (job(2, NTASKS_PER_NODE=2), 2, 2, None),
+        (job(2, 2, NTASKS_PER_NODE=1), 1, 1, None),
+        (job(1, NTASKS_PER_NODE=1), 1, 1, None),
+    ],
+)
+def test_each_task_must_see_all_gpus_of_its_node(env, devices, gpus, line):
+    """With sbatch --gpus-per-task=1 each sees one, and Lightning asks that one for 4."""
+
+    def some_gpus():
+        by_hand()
+        common.gpu_count = lambda: gpus
+        common.read_checkpoint = lambda args: sys.exit(7)
+
+    done = fork("04_lightning.py", 1, f"--devices={devices}", env=env, before=some_gpus)
+    lines = f"04_lightning.py: {line}\n" if line else ""
+    assert (done.codes, done.err) == ([2 if line else 7], lines)
 
 
 @pytest.mark.parametrize("options", [["--devices=3"], ["--num-nodes=2"]])
@@ -68,6 +118,11 @@ TORCHRUN_ON_EACH = launcher_env(0, 3, "0") | {"WORLD_SIZE": "6", "GROUP_WORLD_SI
         (job(3, 3, NTASKS_PER_NODE=1), 1, 3),
         (TORCHRUN_ON_EACH, 3, 2),
         (job(2, 2, NTASKS_PER_NODE=1) | TORCHRUN_ON_EACH, 3, 2),
+        (job(2, 2) | TORCHRUN_ON_EACH, 3, 2),
+        # a shell on one node, where Lightning starts the ranks, and one task of such a job
+        (job(2, name="interactive", step=False, NTASKS_PER_NODE=2), 2, 1),
+        (job(2, name="interactive", NTASKS_PER_NODE=2, **IN_A_STEP), 2, 1),
+        (job(1, NTASKS_PER_NODE=1), 1, 1),
     ],
 )
 def test_devices_and_nodes_are_those_of_the_launcher(env, devices, nodes):
@@ -90,10 +145,11 @@ def test_the_same_lines_in_a_real_job(cluster):  # noqa: F811
     srun = "srun --kill-on-bad-exit=1"
     torchrun = "torchrun --standalone --nproc-per-node=1"
     commands = {
-        NOT_SRUN: "python 04_lightning.py",
+        BY_SRUN: "python 04_lightning.py",
         NOT_EQUAL.format(3, 1, 2, 1): f"{srun} python 04_lightning.py --devices 3",
         SHELL: f"SLURM_JOB_NAME=interactive {srun} python 04_lightning.py",
         TORCHRUNS: f"{srun} {torchrun} 04_lightning.py",
+        NTASKS.format(TWO_ON_ONE): f"unset SLURM_NTASKS_PER_NODE; {srun} python 04_lightning.py",
     }
     script = cluster.logs / "refused.sh"
     lines = [f'{command}; echo "code $?"' for command in commands.values()]
@@ -103,8 +159,12 @@ def test_the_same_lines_in_a_real_job(cluster):  # noqa: F811
     for line in commands:
         assert re.search(rf"^04_lightning.py: {re.escape(line)}$", log, re.M), log
     codes = re.findall(r"^code (\d+)$", log, re.M)
-    assert len(codes) == 4 and "0" not in codes, log
-    assert "epoch 1" not in log and "ValueError" not in log, log
+    assert len(codes) == 5 and "0" not in codes, log
+    assert not re.search("epoch 1|ValueError|RuntimeError", log), log
+    step = ["srun", "--interactive", "--preserve-env"]  # as salloc does with use_interactive_step
+    salloc = ["salloc", "--job-name=mine", "--nodes=1", "--ntasks-per-node=2"]
+    done = cluster.slurm("exec", *salloc, *step, "python", "04_lightning.py", "--timeout=9")
+    assert f"04_lightning.py: {BY_SRUN}\n" in done.stdout and "Error" not in done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +227,9 @@ def test_back_to_the_queue(way, cluster, reference, tmp_path):  # noqa: F811
     assert (state, code) == ("COMPLETED", "0:0"), text
     if way == "USR1":
         assert "stopped as asked (exit code 138), back to the queue" in text, text
-        assert "restart 1 of this job" in text, text
+    # The log has both lives, one after the other.
+    assert re.findall(rf"^job {job} \| restart (\d) \|", text, re.M) == ["0", "1"], text
+    assert text.count("epoch 1/3") == 1, text
     assert len(re.findall(r"has \d epochs, going on", text)) == 1, text
     assert_epochs(logged(log), reference)
     assert not [*tmp_path.glob("hpc_ckpt*"), *ROOT.glob("hpc_ckpt*")]
