@@ -224,8 +224,8 @@ def _check_lightning(args: Namespace, nodes: int) -> None:
         fail(f"each of {ranks} tasks would train alone: use {srun} python")
     if each_a_rank and not told:
         fail(f"Lightning needs --ntasks-per-node, not --ntasks: start it with {srun} python")
-    if each_a_rank and on_node > gpus > 0:
-        seen = f"{on_node} tasks on a node, and each sees {gpus} GPUs. In Lightning it must see all"
+    if each_a_rank and on_node > gpus == 1:
+        seen = f"{on_node} tasks on a node, and each sees one GPU. In Lightning it must see all"
         fail(f"{seen}: use --gpus-per-node={on_node}, not --gpus-per-task")
     if ranks and not shell and (ranks, nodes) != (args.devices * args.num_nodes, args.num_nodes):
         asked = f"--devices {args.devices} on --num-nodes {args.num_nodes}"

@@ -20,7 +20,7 @@ BY_SRUN, BY_NAME = NOT_SRUN.format("srun"), NOT_SRUN.format("srun --job-name=tra
 NOT_EQUAL = "--devices {} on --num-nodes {}, but {} ranks have been started on {}: make them equal"
 NTASKS = "Lightning needs --ntasks-per-node, not --ntasks: start it with srun {} python"
 TWO_ON_ONE = "--nodes=1 --ntasks-per-node=2"
-ONE_GPU_EACH = "4 tasks on a node, and each sees 1 GPUs. In Lightning it must see all: use "
+ONE_GPU_EACH = "4 tasks on a node, and each sees one GPU. In Lightning it must see all: use "
 ONE_GPU_EACH += "--gpus-per-node=4, not --gpus-per-task"
 SHELL = "each of 2 tasks would train alone: use srun --job-name=train python"
 TORCHRUNS = "srun has started it 2 times on 1 nodes: use --ntasks-per-node=1"
