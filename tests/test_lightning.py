@@ -141,7 +141,7 @@ def test_options_that_cannot_work(option, line):
     assert done.codes == [2] and line in done.err and done.err.count("\n") == 1, done.err
 
 
-@pytest.mark.parametrize("topic", ["logging", "validation", "debugging"])
+@pytest.mark.parametrize("topic", ["logging", "validation", "early_stopping", "debugging"])
 def test_topics_that_need_the_process_of_rank_0(topic):
     words = ["--strategy=ddp_fork", "--devices=2", "--epochs=1"]
     done = fork(f"topics/lightning_{topic}.py", 1, *words, before=by_hand)
@@ -519,9 +519,14 @@ def hits(done, reference, size=997):
     They have been trained as those of 00.
     """
     assert done.epochs[0]["train_loss"] == pytest.approx(reference[0]["train_loss"], abs=5e-5)
+    return right_ones(done.state["weights"], size)
+
+
+def right_ones(weights, size):
+    """Return, for each of the first test samples, whether a model with these weights is right."""
     args = SimpleNamespace(model="small", channels=1, image_size=28, dataset="digits")
     model = common.build_model(args).eval()
-    model.load_state_dict(done.state["weights"])
+    model.load_state_dict(weights)
     images, labels = common.load_datasets(args)[1][:size]
     with torch.no_grad():
         return (model(images).argmax(dim=1) == labels).tolist()
@@ -547,12 +552,12 @@ def test_logging(world_size, reference):
     assert f", {sum(right)} of 997" in done.out
     assert done.epochs[0]["test_accuracy"] == pytest.approx(sum(right) / 997)
     plain, with_sync = re.search(
-        r"takes (\S+) ms a step, with sync_dist (\S+) ms", done.out
+        r"^a step is (\S+) ms in self.log, with sync_dist (\S+) ms", done.out, re.M
     ).groups()
     assert float(plain) > 0 and float(with_sync) > 0
 
 
-def test_the_cost_of_a_step_in_a_resumed_run(tmp_path):
+def test_the_time_in_a_log_in_a_resumed_run(tmp_path):
     """Were each log to take a second, it would be a second a step, not half of it."""
 
     def edit(text):
@@ -564,7 +569,9 @@ def test_the_cost_of_a_step_in_a_resumed_run(tmp_path):
         options = {"folder": tmp_path, "edit": edit}
         done = fork("topics/lightning_logging.py", 1, f"--epochs={epochs}", **options)
         assert done.codes == [0], done.err
-    assert done.out.count("takes 1000.000 ms a step, with sync_dist 1000.000 ms") == 2, done.out
+    assert done.out.count("a step is 1000.000 ms in self.log, with sync_dist 1000.000 ms") == 2, (
+        done.out
+    )
 
 
 def test_what_sync_dist_costs_is_collectives():
@@ -596,6 +603,18 @@ def test_what_sync_dist_costs_is_collectives():
         times.append(float(re.search(r"with sync_dist (\S+) ms", done.out)[1]))
     assert [a - b for a, b in zip(*counts, strict=True)] == [41, 41]
     assert times[0] >= 10
+
+
+def test_the_wait_for_the_slowest_rank_is_in_it():
+    """Rank 1 comes 20 ms late: rank 0 waits for it in the log with sync_dist, and says so."""
+
+    def edit(text):
+        late, start = "time.sleep(0.02 * self.global_rank)", "times = [time.perf_counter()]"
+        return text.replace(start, f"{late}\n        {start}")
+
+    done = fork("topics/lightning_logging.py", 2, "--epochs=1", edit=edit)
+    words = r"with sync_dist (\S+) ms, the wait for the slowest rank included$"
+    assert float(re.search(words, done.out, re.M)[1]) > 10
 
 
 def test_the_deadlock_ends_and_says_why():
@@ -630,6 +649,91 @@ def test_validation_started_by_lightning():
     assert done.returncode == 0, done.stderr
     ways = re.findall(r"^(padded|one device|exact) +\d+ of (\d+)", done.stdout, re.M)
     assert ways == [("padded", "998"), ("one device", "997"), ("exact", "997")]
+
+
+# ---- topics/lightning_early_stopping.py ----------------------------------------------------------
+
+
+def decisions(done):
+    """Return what the ranks have decided: epochs trained, file, its accuracy in %, for each."""
+    text = r"^rank (\d) stops after epoch (\d+), keeps (\S+) \((\S+)%\)$"
+    found = {rank: tuple(rest) for rank, *rest in re.findall(text, done.out, re.M)}
+    assert not any(done.codes) and len(found) == 2, done.err
+    return found["0"], found["1"]
+
+
+def test_early_stopping(tmp_path):
+    """Its patience and the best epoch so far survive a stop and a start in between."""
+    for epochs in (7, 20):  # the seventh is the best, so the first part ends with it
+        options = {"folder": tmp_path}
+        done = fork("topics/lightning_early_stopping.py", 2, f"--epochs={epochs}", **options)
+        assert done.codes == [0, 0], done.err
+    done.out = done.out[done.out.index("going on") :]
+    accuracies = [entry["test_accuracy"] for entry in done.epochs]
+    best = accuracies.index(max(accuracies))
+    assert best == 6 and len(accuracies) == best + 1 + 2, accuracies
+    [file] = tmp_path.glob("*best*")
+    assert file.name == f"checkpoint-best-epoch={best}.ckpt"
+    assert (
+        decisions(done) == ((str(len(accuracies)), file.name, f"{max(accuracies):.1%}"[:-1]),) * 2
+    )
+    weights = torch.load(file, weights_only=True)["state_dict"]
+    weights = {name.removeprefix("model."): value for name, value in weights.items()}
+    assert sum(right_ones(weights, 1000)) == round(max(accuracies) * 1000)
+
+
+def test_early_stopping_by_each_ranks_own_number(tmp_path):
+    """All stop when one has lost patience; a file is written only when all have improved."""
+
+    def show():
+        evaluate = common.evaluate
+
+        def shown(*args):
+            correct, tested = evaluate(*args)
+            print(f"own {common.rank()} {correct / tested:.9f}", flush=True)
+            return torch.stack((correct, tested))
+
+        common.evaluate = shown
+
+    words = ["--epochs=20", "--log=own"]
+    options = {"folder": tmp_path, "before": show}
+    done = fork("topics/lightning_early_stopping.py", 2, *words, **options)
+    own = [[float(x) for x in re.findall(rf"^own {rank} (\S+)$", done.out, re.M)] for rank in "01"]
+    kept, lasts = 0, []
+    for epoch, numbers in enumerate(zip(*own, strict=True)):
+        if all(number > mine[kept] for number, mine in zip(numbers, own, strict=True)):
+            kept = epoch
+        lasts = [epoch - mine.index(max(mine[: epoch + 1])) for mine in own]
+        assert max(lasts) < 2 or epoch + 1 == len(done.epochs)
+    assert max(lasts) == 2 and min(lasts) < 2, "one has lost patience"
+    same = (str(len(done.epochs)), f"checkpoint-best-epoch={kept}.ckpt")
+    assert decisions(done) == tuple((*same, f"{mine[kept]:.1%}"[:-1]) for mine in own)
+    assert own[0][kept] != own[1][kept]
+    assert [file.name for file in tmp_path.glob("*best*")] == [same[1]]
+    accuracies = [entry["test_accuracy"] for entry in done.epochs]
+    assert accuracies[kept] < max(accuracies), "the best epoch was missed"
+
+
+def test_a_number_that_only_rank_0_has():
+    """EarlyStopping says what is missing, on rank 1; ModelCheckpoint alone does not."""
+    words, missing = (
+        ["--log=rank_0", "--timeout=5"],
+        "Early stopping conditioned on metric `accuracy`",
+    )
+    done = fork("topics/lightning_early_stopping.py", 2, *words)
+    assert all(done.codes) and len(done.epochs) == 1
+    assert done.err.count(f"{missing} which is not available") == 1, done.err
+    done = fork("topics/lightning_early_stopping.py", 2, *words, "--patience=0")
+    assert all(done.codes) and len(done.epochs) == 1
+    ends = "Timed out waiting 5000ms|by peer|collective mismatch"
+    assert missing not in done.err and re.search(ends, done.err), done.err
+    assert not list(done.checkpoint.parent.glob("*best*"))
+
+
+@pytest.mark.parametrize("option", ["--log=loss", "--patience=-1", "--checkpoint="])
+def test_options_of_early_stopping(option):
+    done = fork("topics/lightning_early_stopping.py", 1, option)
+    assert done.codes == [2] and done.err.count("\n") == 1 and "needs --log sync_dist" in done.err
 
 
 # ---- topics/lightning_debugging.py ---------------------------------------------------------------

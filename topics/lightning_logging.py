@@ -1,9 +1,12 @@
-"""Topic: self.log on several ranks: whose number it is, what sync_dist costs, and how it hangs.
+"""Topic: self.log on several ranks: whose number it is, who waits for whom, and how it hangs.
 
 rank_zero_only    rank 0's own number, of its share of the data: no communication
 sync_dist         a mean over the ranks: not exact where their shares differ in size (997 samples)
 sync_dist_group   the same over a group of ranks, here those with even and those with odd numbers
 sums              log correct and all samples as sums, and divide at the end: exact
+
+The time in self.log is printed. With sync_dist it has the wait for the slowest rank in it, which
+else comes in the backward pass: the step itself gets longer by less.
 
 A self.log with sync_dist on rank 0 alone (--deadlock 1) waits for ranks that never come, until
 --timeout ends it. What only rank 0 logs takes rank_zero_only.
@@ -12,7 +15,7 @@ Two processes on the CPU:   python -m topics.lightning_logging
 Four processes:             python -m topics.lightning_logging --devices 4
 The deadlock:               python -m topics.lightning_logging --deadlock 1 --timeout 30
 What changed:               diff -U0 -w 04_lightning.py topics/lightning_logging.py
-Budget: +41 -1 because it has four logs, their cost and a hang in one file.
+Budget: +42 -1 because it has four logs, their times and a hang in one file.
 """
 
 import os
@@ -156,7 +159,8 @@ def main(args):
         print(f"{'sums':15} {correct / tested:.4%}, {correct:.0f} of {tested:.0f}")
         steps = trainer.global_step - model.first_step
         plain, synced = (model.log_seconds / steps * 1000).tolist()
-        print(f"self.log takes {plain:.3f} ms a step, with sync_dist {synced:.3f} ms", flush=True)
+        text = f"a step is {plain:.3f} ms in self.log, with sync_dist {synced:.3f} ms"
+        print(f"{text}, the wait for the slowest rank included", flush=True)
 
 
 if __name__ == "__main__":
