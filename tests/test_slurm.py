@@ -133,16 +133,26 @@ def test_a_batch_file_trains_and_prints_the_numbers_of_rung_00(cluster, referenc
         assert sorted(table) == rows, log
 
 
-def test_a_partition_without_gpus_needs_no_edit(cluster, reference):
+NO_GPU = ["--gpus-per-node=0", "--cpus-per-task=2"]
+EPOCH = ["--epochs", 1, "--checkpoint", ""]
+
+
+@pytest.fixture(scope="module")
+def jobs_with_an_own_environment(cluster):
+    """Two at once, because Slurm may take a minute to load what --export does not name."""
+    path, some = ROOT / "slurm" / "03_multinode_srun.sbatch", "--export=PATH,TMPDIR,OMP_NUM_THREADS"
+    bare = cluster.logs / "bin"  # with neither python nor torch
+    bare.mkdir()
+    return {
+        "some": cluster.submit(path, [*NO_GPU, "--ntasks-per-node=1", some], EPOCH),
+        "bare": cluster.submit(path, [*NO_GPU, f"--export=PATH={bare}:/usr/sbin"]),
+    }
+
+
+def test_a_partition_without_gpus_needs_no_edit(cluster, reference, jobs_with_an_own_environment):
     """Nor does a job that gets only a part of the environment; srun would hand on no more."""
-    cpu = ["--gpus-per-node=0", "--cpus-per-task=2"]
-    some = ["--ntasks-per-node=1", "--export=PATH,TMPDIR,OMP_NUM_THREADS"]
-    epoch = ["--epochs", 1, "--checkpoint", ""]
-    jobs = [
-        cluster.submit(ROOT / "slurm" / "02_torchrun.sbatch", cpu, epoch),
-        cluster.submit(ROOT / "slurm" / "03_multinode_srun.sbatch", [*cpu, *some], epoch),
-    ]
-    for job in jobs:
+    torchrun = cluster.submit(ROOT / "slurm" / "02_torchrun.sbatch", NO_GPU, EPOCH)
+    for job in (torchrun, jobs_with_an_own_environment["some"]):
         state, code, log = cluster.wait(job)
         assert (state, code) == ("COMPLETED", "0:0"), log
         assert "GPUs a node 0 |" in log and "world size 2 |" in log
@@ -168,20 +178,17 @@ def test_a_training_that_fails_makes_a_job_that_failed(cluster):
         assert line in log and "epoch" not in log, log
 
 
-def test_what_cannot_work_is_refused_in_one_line(cluster, tmp_path):
+def test_what_cannot_work_is_refused_in_one_line(cluster, tmp_path, jobs_with_an_own_environment):
     """No job of these gets as far as srun."""
     srun_file = ROOT / "slurm" / "03_multinode_srun.sbatch"
-    bare = tmp_path / "bin"  # an environment with neither python nor torch
-    bare.mkdir()
     jobs = {
         "no common.py in": cluster.submit(srun_file, [f"--chdir={tmp_path}"]),
         "4 tasks for 1 GPUs on a node": cluster.submit(srun_file, ["--gpus-per-node=1"]),
-        "python cannot import torch (command not found): see the EDIT block": cluster.submit(
-            srun_file, [f"--export=PATH={bare}:/usr/sbin"]
-        ),
     }
+    line = "python cannot import torch (command not found): see the EDIT block"
+    jobs[line] = jobs_with_an_own_environment["bare"]
     for line, job in jobs.items():
-        state, code, log = cluster.wait(job)  # Slurm may take a minute to load the environment
+        state, code, log = cluster.wait(job)
         assert (state, code) == ("FAILED", "1:0"), log
         assert line in log and len(log.splitlines()) <= 2 and "rank" not in log, log
 
