@@ -104,7 +104,7 @@ def training(cluster, name):
 
 
 @pytest.fixture(scope="module")
-def reference(cluster):
+def reference(cluster, jobs_with_an_own_environment):
     """The losses of rung 00, from its batch file."""
     path = ROOT / "slurm" / "00_single_gpu.sbatch"
     state, code, log = cluster.run(path, small(path)[0], training(cluster, path.stem))
@@ -139,7 +139,7 @@ EPOCH = ["--epochs", 1, "--checkpoint", ""]
 
 @pytest.fixture(scope="module")
 def jobs_with_an_own_environment(cluster):
-    """Two at once, because Slurm may take a minute to load what --export does not name."""
+    """Two at once, and first: Slurm takes a minute to load what --export does not name."""
     path, some = ROOT / "slurm" / "03_multinode_srun.sbatch", "--export=PATH,TMPDIR,OMP_NUM_THREADS"
     bare = cluster.logs / "bin"  # with neither python nor torch
     bare.mkdir()
