@@ -144,7 +144,7 @@ def left_behind(mark):
 def test_a_stopped_benchmark_keeps_what_was_measured_and_leaves_no_rank_behind(name, tmp_path):
     """Ctrl-C, kill or timeout, a closed terminal: else ranks would slow down the next one."""
     number = getattr(signal, name)
-    path, mark = tmp_path / "scaling.csv", f"--seed=4242{number:d}"
+    path, mark = tmp_path / "scaling.csv", f"--seed=4343{number:02d}"
     words = ["--scripts", "00_single_gpu.py", "02_torchrun.py", "--devices", "1"]
     words += [f"--extra={mark}", f"--csv={path}"]
     default = signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL
