@@ -168,6 +168,12 @@ def scaled(rows: list[dict], mode: str = "weak") -> list[dict]:
     return [min(group, key=lambda one: DDP.index(one["script"])) for group in groups]
 
 
+def rungs(found: list[dict]) -> list[dict]:
+    """Return the series of rungs: those on GPUs, if there are any."""
+    found = [one for one in found if one["script"][0] == "0"]
+    return [one for one in found if one["device"] == "cuda"] or found
+
+
 def main_model(found: list[dict]) -> list[dict]:
     """Return the series of the model that is shown where there is room for one."""
     models = [one["model"] for one in found]
@@ -479,9 +485,7 @@ def spread(points: dict, fit, draws: int = 2000) -> tuple[float, float, float]:
 def amdahl(rows: list[dict], target: int = 8):
     """Amdahl's law fitted below `target` devices, and what it predicts there."""
     found = quickest([one for mode in ("weak", "strong") for one in scaled(rows, mode)])
-    found = [one for one in found if {1} < {n for n in one["points"] if n < target}]
-    found = [one for one in found if one["script"][0] == "0"]
-    found = [one for one in found if one["device"] == "cuda"] or found
+    found = rungs([one for one in found if {1} < {n for n in one["points"] if n < target}])
     if not found:
         return missing(f"DDP on one device and on 2 to {target - 1}.")
     figure, drawn = panels(found, 3.6)
@@ -527,9 +531,10 @@ def ring_speedup(target: int, points: dict, batch: int, size: int, laws: dict):
 
     A step takes as long as on one device, and a share of its all-reduce on top: what does not hide
     behind the backward pass. The share is fitted to points, {devices: samples/s of `batch` samples
-    each}; the time of the all-reduce is the ring's law. laws: {devices: (start, rate)}.
+    each} with 1 and others; the time of the all-reduce is the ring's law. laws: {devices: (start,
+    rate)} for those others.
     """
-    counts = sorted(set(points) & set(laws))
+    counts = [n for n in points if n > 1]
     sent = np.array([ring(n, size, *laws[n]) for n in counts])
     late = ring(target, size, *laws[counts[-1]])  # as if more devices had the same links
 
@@ -537,10 +542,10 @@ def ring_speedup(target: int, points: dict, batch: int, size: int, laws: dict):
         more = [batch * (n / speeds[n] - 1 / speeds[1]) for n in counts]
         return max(float(np.dot(more, sent) / np.dot(sent, sent)), 0.0)
 
-    shares = spread({n: points[n] for n in (1, *counts)}, share_of)
+    shares = spread(points, share_of)
     first = batch / points[1][0]
     middle, most, least, worst = (target * first / (first + s * late) for s in (*shares, 1))
-    cells = ", ".join(map(str, [1, *counts])), human(size), f"{late * 1e3:.2f}", f"{shares[0]:.2f}"
+    cells = ", ".join(map(str, points)), human(size), f"{late * 1e3:.2f}", f"{shares[0]:.2f}"
     return middle, (*cells, f"{middle:.2f}", f"{least:.2f} to {most:.2f}", f"{worst:.2f}")
 
 
@@ -550,21 +555,19 @@ def ring_ahead(rows: list[dict], lone: list[dict], steps: list[dict], target: in
     laws, lines, tests = defaultdict(dict), [], []
     for (hardware, _, n), points in messages(lone).items():
         laws[hardware][n] = fit_ring(n, points)
-    found = [one for one in quickest(scaled(rows)) if one["script"][0] == "0"]
-    found = [one for one in found if one["device"] == "cuda"] or found
-    for label, one in labelled(found, "model", "precision"):
+    for label, one in labelled(rungs(quickest(scaled(rows))), "model", "precision"):
         size = sum(bucket["bytes"] for bucket in sizes.get((one["hardware"], one["model"]), []))
-        points = {n: values for n, values in one["points"].items() if n < target}
-        known = sorted(set(points) & set(laws[one["hardware"]]))
-        if not size or not known:
+        counts = [n for n in one["points"] if n < target and n in {1, *laws[one["hardware"]]}]
+        if not size or not {1} < set(counts):
             continue
-        real = {n: values[0] / one["points"][1][0] for n, values in one["points"].items()}
+        points = {n: one["points"][n] for n in counts}
+        real = {n: values[0] / points[1][0] for n, values in one["points"].items()}
         law_of = one["batch"], size, laws[one["hardware"]]
         _, cells = ring_speedup(target, points, *law_of)
         lines.append((label, *cells, f"{real[target]:.2f}" if target in real else "-"))
-        last = known.pop()
-        if known:
-            there, _ = ring_speedup(last, {n: points[n] for n in (1, *known)}, *law_of)
+        if len(counts) > 2:
+            *fewer, last = counts
+            there, _ = ring_speedup(last, {n: points[n] for n in fewer}, *law_of)
             words = f"the law says {there:.2f} there; measured {real[last]:.2f}."
             tests.append(f"{label}: fitted without {last}, {words}")
     if not lines:
@@ -964,6 +967,10 @@ def main() -> None:
     drawn["overlap.svg"] = overlap(read(args.results / "overlap.jsonl"), most=3)
     for name, figure in drawn.items():
         if figure:
+            figure.draw_without_rendering()  # places the axes, with a last digit that varies
+            figure.set_layout_engine("none")
+            for ax in figure.axes:
+                ax.set_position(np.round(ax.get_position().bounds, 4))
             figure.savefig(args.out / name, metadata={"Date": None})
             print(f"wrote {name}")
 
