@@ -214,7 +214,7 @@ def _check_lightning(args: Namespace, nodes: int) -> None:
     # By these names Lightning knows a shell, where it starts this node's ranks itself.
     shell = not by_torchrun and env.get("SLURM_JOB_NAME") in ("bash", "interactive")
     each_a_rank = ranks > 1 and not (by_torchrun or shell)  # each task of Slurm
-    on_node, gpus, told = (ranks or nodes) // nodes, gpu_count(), "SLURM_NTASKS_PER_NODE" in env
+    on_node, told = (ranks or nodes) // nodes, "SLURM_NTASKS_PER_NODE" in env
     srun = "srun --job-name=train" if shell else "srun"
     srun += "" if told else f" --nodes={nodes} --ntasks-per-node={on_node}"
     alone_of_nodes = not (each_a_rank or started) and min(nodes, args.num_nodes) > 1
@@ -224,7 +224,7 @@ def _check_lightning(args: Namespace, nodes: int) -> None:
         fail(f"each of {ranks} tasks would train alone: use {srun} python")
     if each_a_rank and not told:
         fail(f"Lightning needs --ntasks-per-node, not --ntasks: start it with {srun} python")
-    if each_a_rank and on_node > gpus == 1:
+    if each_a_rank and on_node > gpu_count() == 1:
         seen = f"{on_node} tasks on a node, and each sees one GPU. In Lightning it must see all"
         fail(f"{seen}: use --gpus-per-node={on_node}, not --gpus-per-task")
     if ranks and not shell and (ranks, nodes) != (args.devices * args.num_nodes, args.num_nodes):

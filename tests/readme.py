@@ -193,22 +193,19 @@ def expectation():
     found = [one for one in found if most in one["points"] or one["script"].startswith("02")]
     found = figures.quickest(found)
     found.sort(key=lambda one: (figures.MODELS.index(one["model"]), one["script"]))
-    lines = ["| " + " | ".join(["speedup", *(f"{n} GPUs" for n in figures.COURSE if n > 1)]) + " |"]
-    lines += ["|---" * len(figures.COURSE) + "|"]
-    wanted = [
-        f"{low} to {high}" if high > low else f"{low}" for low, high in figures.COURSE.values()
-    ]
-    lines += ["| " + " | ".join(["**a common expectation of DDP**", *wanted[1:]]) + " |"]
+    course = {n: ends for n, ends in figures.COURSE.items() if n > 1}
+    wanted = [f"{low} to {high}" if high > low else f"{low}" for low, high in course.values()]
+    lines = ["| speedup | " + " | ".join(f"{n} GPUs" for n in course) + " |"]
+    lines += ["|---" * (len(course) + 1) + "|"]
+    lines += ["| **a common expectation of DDP** | " + " | ".join(wanted) + " |"]
     for one in found:
         cells = {n: f"{values[0]:.2f}" for n, values in one["speedup"].items()}
         if one["script"].startswith("02") and 8 not in cells:  # relative to 1 GPU without DDP
-            serial, *_ = figures.spread(one["points"], figures.serial_fraction)
+            serial = figures.serial_fraction({n: v[0] for n, v in one["points"].items()})
             cells[8] = f"*{figures.law(serial, 8) * one['speedup'][1][0]:.1f} predicted*"
         name = f"`{one['script']}` {one['options']}".strip()
-        cells = [cells.get(n, "") for n in figures.COURSE if n > 1]
-        lines.append(
-            "| " + " | ".join([f"{one['model']}: {name}, {one['precision']}", *cells]) + " |"
-        )
+        name = f"{one['model']}: {name}, {one['precision']}"
+        lines.append("| " + " | ".join([name, *(cells.get(n, "") for n in course)]) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -140,6 +140,25 @@ def left_behind(mark):
     return subprocess.run(["pgrep", "-f", f"^[^ ]*python.* {mark}"], capture_output=True).stdout
 
 
+def stopped(number, ready, name, *options):
+    """Start a benchmark, send it a signal when ready() says so; return (stdout, stderr, code)."""
+    default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    process = subprocess.Popen(
+        [sys.executable, f"benchmarks/{name}", *options],
+        cwd=ROOT,
+        env=ENV,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, default),
+    )
+    deadline = time.monotonic() + 120
+    while not ready() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(number)
+    return *process.communicate(timeout=90), process.returncode
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_stopped_benchmark_keeps_what_was_measured_and_leaves_no_rank_behind(name, tmp_path):
     """Ctrl-C, kill or timeout, a closed terminal: else ranks would slow down the next one."""
@@ -147,23 +166,13 @@ def test_a_stopped_benchmark_keeps_what_was_measured_and_leaves_no_rank_behind(n
     path, mark = tmp_path / "scaling.csv", f"--seed=4343{number:02d}"
     words = ["--scripts", "00_single_gpu.py", "02_torchrun.py", "--devices", "1"]
     words += [f"--extra={mark}", f"--csv={path}"]
-    default = signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL
-    process = subprocess.Popen(
-        [sys.executable, "benchmarks/scaling.py", *TINY, *words],
-        cwd=ROOT,
-        env=ENV,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=lambda: signal.signal(number, default),
-    )
-    deadline = time.monotonic() + 120
-    while not (path.exists() and left_behind(mark)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(number)
-    out = process.communicate(timeout=60)[0]
-    assert process.returncode == 1 and f"interrupted; what was measured is in {path}" in out
-    assert "Traceback" not in out and len(rows(path)) >= 1
+
+    def ready():
+        return path.exists() and left_behind(mark)
+
+    out, errors, code = stopped(number, ready, "scaling.py", *TINY, *words)
+    assert code == 1 and f"interrupted; what was measured is in {path}" in out + errors
+    assert "Traceback" not in out + errors and len(rows(path)) >= 1
     assert not left_behind(mark)
 
 
@@ -177,21 +186,9 @@ def test_a_stopped_benchmark_keeps_what_was_measured_and_leaves_no_rank_behind(n
 )
 def test_every_benchmark_ends_its_ranks_at_sigterm(command, mark, tmp_path):
     words = command.replace("CSV", str(tmp_path / "rows.csv")).split()
-    process = subprocess.Popen(
-        [sys.executable, f"benchmarks/{words[0]}", *words[1:]],
-        cwd=ROOT,
-        env=ENV,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL),
-    )
-    deadline = time.monotonic() + 120
-    while not left_behind(mark) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.terminate()
-    assert process.communicate(timeout=90)[1] == f"{words[0]}: interrupted\n"
-    assert process.returncode == -signal.SIGINT and not left_behind(mark)
+    _, errors, code = stopped(signal.SIGTERM, lambda: left_behind(mark), *words)
+    assert errors == f"{words[0]}: interrupted\n"
+    assert code == -signal.SIGINT and not left_behind(mark)
 
 
 def test_a_row_that_takes_too_long_leaves_no_rank_behind(tmp_path):
