@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, RandomSampler
 
+import checks
 import common
 
 
 def main(args):
-    device = common.pick_device()
+    device = common.take_device()
     common.print_start(args, device)
     torch.manual_seed(args.seed)
 
@@ -25,10 +26,10 @@ def main(args):
     train_loader = DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
     test_loader = DataLoader(test_set, batch, **options)
 
-    model = common.build_model(args).to(device)
+    model = common.build_model(args).to(device)  # its first layer turns bytes into floats
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     state = common.read_checkpoint(args)
-    start_epoch = common.restore(state, args, model, optimizer)
+    start_epoch = common.resume(state, args, model, optimizer) if state else 0
 
     for epoch in range(start_epoch, args.epochs):
         # A new order each epoch, and the same order in every run with this seed.
@@ -48,6 +49,7 @@ def main(args):
             sums[1] += len(labels)
         seconds = common.seconds_since(start, device)
         sums[2:] = common.evaluate(model, test_loader, device)
+        checks.loss_is_finite(args, epoch, sums)
         common.save_checkpoint(args, epoch + 1, model, optimizer)
         common.log_epoch(args, epoch, sums, seconds)
 

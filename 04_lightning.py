@@ -6,115 +6,100 @@ Started by torchrun, or so by srun:     torchrun --standalone --nproc-per-node=2
 What changed (look at it side by side): diff -y -w 03_multinode.py 04_lightning.py
 """
 
-import os
-import sys
+import signal
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import lightning as L
 import torch
 import torch.nn.functional as F
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
+import checks
 import common
 
-common.set_up_lightning()  # here, not in main: what ddp_spawn starts imports this file
+
+class Images(L.LightningDataModule):
+    def __init__(self, args):
+        super().__init__()
+        self.args = args
+
+    def setup(self, stage):
+        checks.same_on_all_ranks(self.args, self.args.start_epoch)  # all ranks
+        self.train_set, self.test_set = common.load_datasets(self.args)
+        self.options = common.loader_options(self.args, self.trainer.strategy.root_device)
+        self.options["batch_size"] = self.args.per_rank_batch
+
+    def train_dataloader(self):  # Lightning calls sampler.set_epoch
+        sampler = DistributedSampler(self.train_set, seed=self.args.seed, drop_last=True)
+        return DataLoader(self.train_set, sampler=sampler, drop_last=True, **self.options)
+
+    def val_dataloader(self):
+        share = range(self.trainer.global_rank, len(self.test_set), self.trainer.world_size)
+        return DataLoader(Subset(self.test_set, share), **self.options)  # each sample once
 
 
 class Classifier(L.LightningModule):
+    # How to log: sums over batches and ranks. Means would be wrong where the ranks' shards differ.
+    sums = {"on_step": False, "on_epoch": True, "sync_dist": True, "reduce_fx": "sum"}
+
     def __init__(self, args):
         super().__init__()
         self.args, self.model = args, common.build_model(args)
+        self.save_hyperparameters({name: getattr(args, name) for name in checks.RESUME_KEYS})
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.model.parameters(), lr=self.args.lr, momentum=0.9)
 
-    def train_dataloader(self):
-        args, rank, world_size = self.args, self.trainer.global_rank, self.trainer.world_size
-        train_set, test_set = common.load_datasets(args)
-        options = common.loader_options(args, self.device)
-        sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
-        batch = args.per_rank_batch
-        test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
-        self.test_loader = DataLoader(test_shard, batch, **options)
-        return DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
-
     def on_train_start(self):
-        epoch = torch.tensor(float(self.current_epoch), device=self.device)  # read on its own disk
-        if self.trainer.strategy.reduce(epoch, reduce_op="mean") != self.current_epoch:  # all ranks
-            common.fail("the nodes' checkpoints differ: put --checkpoint on a disk that all see")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Lightning's handler waits for all ranks
+        self.optimizers().param_groups[0]["lr"] = self.args.lr  # not that of the checkpoint
         if self.global_rank == 0:
             common.print_start(self.args, self.device)
-        # Not Lightning's signal handlers: they wait for all ranks, and ask them before each batch.
-        self.trainer._signal_connector.teardown()
-        self.trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
-    def on_train_epoch_start(self):  # Lightning has called sampler.set_epoch
-        self.sums = torch.zeros(4, device=self.device)  # loss, samples, correct, tested
+    def on_train_epoch_start(self):
         self.start = time.perf_counter()
-        self.model.train()
 
     def training_step(self, batch, batch_index):  # Lightning does the rest of the step
         images, labels = batch
         loss = F.cross_entropy(self.model(images), labels)
-        self.sums[0] += loss.detach() * len(labels)
-        self.sums[1] += len(labels)
+        self.log_dict({"loss": loss * len(labels), "samples": float(len(labels))}, **self.sums)
         return loss
 
-    def on_train_epoch_end(self):
-        args, epoch, strategy = self.args, self.current_epoch, self.trainer.strategy
-        seconds = common.seconds_since(self.start, self.device)
-        # All ranks: with fsdp each holds a share of weights and momentum, and gathers the whole.
-        momentum = strategy.optimizer_state(self.optimizers().optimizer)
-        with FSDP.summon_full_params(self.trainer.model, writeback=False):
-            # Not Lightning's validation loop: it runs through DDP, which needs as many batches on
-            # each rank, so its sampler repeats samples to fill up. Here each sample counts once.
-            self.sums[2:] = common.evaluate(self.model, self.test_loader, self.device)
-            sums = strategy.reduce(self.sums, reduce_op="sum")  # all ranks call this
-            if self.global_rank == 0:
-                optimizer = self.configure_optimizers()  # a plain one, for the whole weights
-                if "deepspeed" not in args.strategy:  # its momentum is in Lightning's file only
-                    optimizer.load_state_dict(momentum)
-                common.save_checkpoint(args, epoch + 1, self.model, optimizer)
-                common.log_epoch(args, epoch, sums, seconds)
+    def on_validation_start(self):  # after the last training batch
+        self.seconds = common.seconds_since(self.start, self.device)
+
+    def validation_step(self, batch, batch_index):
+        correct = self.model(batch[0]).argmax(dim=1) == batch[1]
+        self.log_dict(
+            {"correct": correct.sum().float(), "tested": float(len(correct))}, **self.sums
+        )
+
+    def on_train_epoch_end(self):  # after validation, before the checkpoint
+        metrics = self.trainer.callback_metrics  # all ranks: adds up over the ranks
+        sums = torch.stack([metrics[name] for name in ("loss", "samples", "correct", "tested")])
+        checks.loss_is_finite(self.args, self.current_epoch, sums)
+        if self.global_rank == 0:
+            common.log_epoch(self.args, self.current_epoch, sums, self.seconds)
 
 
-def main(args):
+def main(args, module=Classifier, data=Images, callbacks=(), **changes):
     torch.manual_seed(args.seed)
-    state = common.read_checkpoint(args)
-    common.check(state, args)
-    if state and state["epochs"] >= args.epochs:
-        return
-    path = Path(args.checkpoint or "unused").with_suffix(".ckpt")  # Lightning's own, to resume from
-    if state and not path.exists():
-        common.fail(f"Lightning needs {path} to go on: is {args.checkpoint} of another rung?")
+    args.start_epoch, path = checks.lightning_epochs(args), Path(args.checkpoint or "off").resolve()
     own = L.pytorch.callbacks.ModelCheckpoint(path.parent, path.stem, enable_version_counter=False)
-    if args.strategy == "sync_once":
-        import topics.sync_once  # noqa: F401  a strategy of our own: it tells Lightning its name
-    kind = L.pytorch.strategies.StrategyRegistry[args.strategy]
-    trainer = L.Trainer(
-        accelerator="gpu" if common.gpu_count() else "cpu",
-        devices=args.devices,
-        num_nodes=args.num_nodes,
-        strategy=kind["strategy"](timeout=timedelta(seconds=args.timeout), **kind["init_params"]),
-        precision=args.precision,
-        max_epochs=args.epochs,
-        use_distributed_sampler=False,  # we bring our own
-        callbacks=[own] if args.checkpoint else [],
-        enable_checkpointing=bool(args.checkpoint),
-        enable_progress_bar=sys.stderr.isatty(),
-        enable_model_summary=False,
-        logger=False,
-    )
-    trainer.fit(Classifier(args), ckpt_path=path if state else None)
+    own.FILE_EXTENSION = path.suffix
+    options = checks.lightning_trainer(args)  # the strategy, with --timeout; little output
+    options |= {"accelerator": "gpu" if common.gpu_count() else "cpu", "devices": args.devices}
+    options |= {"num_nodes": args.num_nodes, "precision": args.precision}
+    options |= {"max_epochs": args.epochs, "enable_checkpointing": bool(args.checkpoint)}
+    options |= {"callbacks": [*callbacks, own] if args.checkpoint else [*callbacks]}
+    # We bring our own samplers. The samples of a sanity check would count.
+    options |= {"use_distributed_sampler": False, "num_sanity_val_steps": 0}
+    trainer = L.Trainer(**options | changes)
+    trainer.fit(module(args), data(args), ckpt_path=path if args.start_epoch else None)
+    return trainer
 
 
-if __name__ == "__main__":
-    # torchrun or srun may have started the processes: then there are as many as there are.
-    started = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE")
-    devices = int(started or common.gpu_count() or 2)
-    nodes = int(os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("SLURM_NNODES") or 1)
-    options = {"devices": devices, "num_nodes": nodes, "strategy": "ddp", "precision": "32-true"}
-    main(common.parse_args("lightning", **options))
+if __name__ == "__main__":  # record: a rank that fails reports its traceback to torchrun
+    record(main)(common.parse_args("lightning", **checks.lightning_options()))

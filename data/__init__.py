@@ -1,0 +1,1 @@
+"""The data sets: digits.npz, and what datasets.py makes or downloads."""
