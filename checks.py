@@ -56,6 +56,8 @@ def fail(message: str, code: int = 2) -> NoReturn:
     if int(local_rank) > 0:
         time.sleep(10)
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
     sys.exit(code)
 
 
@@ -93,6 +95,7 @@ def check(args: Namespace, launcher: str) -> Namespace:
     _check_work(args)
     _check_launch(launcher, args)
     _check_files(args)
+    sys.excepthook = _excepthook
     if launcher == "spawn":
         _end_ranks_with_me()
     elif launcher == "python":
@@ -240,7 +243,7 @@ def _interrupted(number: int, frame: object) -> NoReturn:
 
 
 def _end_ranks_with_me() -> None:
-    """mp.spawn's parent: end the ranks at Ctrl-C and SIGTERM, and spare the user its traceback.
+    """mp.spawn's parent: end the ranks at Ctrl-C and SIGTERM, and end with one line.
 
     A script's & has SIGINT ignored, in the parent and in the ranks: a handler undoes that.
     """
@@ -253,13 +256,17 @@ def _end_ranks_with_me() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end_ranks)
 
-    def excepthook(kind: type[BaseException], error: BaseException, trace: object) -> None:
-        if not issubclass(kind, torch.multiprocessing.ProcessExitedException):
-            sys.__excepthook__(kind, error, trace)
-        elif error.exit_code not in (1, 2):  # else that rank has called fail()
-            print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
 
-    sys.excepthook = excepthook
+def _excepthook(kind: type[BaseException], error: BaseException, trace: object) -> None:
+    """Spare the user a traceback that is not about our code; show all others."""
+    name = Path(sys.argv[0]).name
+    if kind is BrokenPipeError or "\nBrokenPipeError:" in str(error):  # `| head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would complain once more
+        print(f"{name}: ends, because nobody reads its output any more", file=sys.stderr)
+    elif not isinstance(error, torch.multiprocessing.ProcessExitedException):
+        sys.__excepthook__(kind, error, trace)
+    elif error.exit_code not in (1, 2):  # else that rank has called fail()
+        print(f"{name}: {error}", file=sys.stderr)
 
 
 # ---- where a file is read or written -------------------------------------------------------------
