@@ -18,7 +18,6 @@ import socket
 import sys
 import time
 from contextlib import contextmanager
-from datetime import timedelta
 from threading import Timer
 
 import numpy as np
@@ -30,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
 sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
+import checks
 import common
 
 try:
@@ -38,7 +38,7 @@ try:
     from distributed import Client, LocalCluster, wait
     from distributed.utils import get_ip
 except ImportError:
-    common.fail("needs dask: pip install dask distributed")
+    checks.fail("needs dask: pip install dask distributed")
 
 
 @contextmanager
@@ -47,11 +47,12 @@ def patience(args, done):
 
     def end(why):
         try:
-            common.fail(f"Dask has not {done}: {why}")
+            checks.fail(f"Dask has not {done}: {why}")
         finally:
             os._exit(2)  # whatever the threads do: Dask's own tidying up might wait again
 
-    seconds = 0.8 * args.timeout  # less than the other ranks wait for this one: it knows the cause
+    # Less than the other ranks wait for this one: it knows the cause.
+    seconds = 0.8 * args.timeout.total_seconds()
     timer = Timer(seconds, end, [f"no answer in {seconds:g} s"])
     timer.start()
     try:
@@ -103,11 +104,9 @@ class Share(IterableDataset):
 def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = common.pick_device(local_rank)
-    print(f"rank {rank} | local rank {local_rank} | {socket.gethostname()} | {device}", flush=True)
+    device = common.take_device(local_rank)
     backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
-    timeout = timedelta(seconds=args.timeout)  # the longest wait for a rank in a collective
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group(backend, timeout=args.timeout)
     if rank == 0:
         common.print_start(args, device)
     torch.manual_seed(args.seed)
@@ -133,17 +132,21 @@ def main(args):
     print(f"rank {rank} | scheduler {addresses[maker]} of rank {maker}", flush=True)
     options = common.loader_options(args, device)
     sampler = DistributedSampler(range(args.train_size), seed=args.seed, drop_last=True)
+    # All ranks print, each with one write (so the newline is in the text): they share a terminal.
+    where = f"local rank {local_rank} on {socket.gethostname()} | {device}"
+    print(f"rank {rank} of {world_size} | {where} | {len(sampler)} samples\n", end="", flush=True)
     batch = args.per_rank_batch
     train_loader = DataLoader(Share(args, client, sampler), batch, drop_last=True, **options)
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
     test_loader = DataLoader(test_shard, batch, **options)
 
-    model = common.build_model(args).to(device)
+    model = common.build_model(args).to(device)  # its first layer turns bytes into floats
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     # Rank 0 reads its own disk and tells the others: no rank may start at another epoch.
     state = [common.read_checkpoint(args) if rank == 0 else None]
     dist.broadcast_object_list(state)  # all ranks
-    start_epoch = common.restore(state[0], args, model, optimizer)
+    start_epoch = common.resume(state[0], args, model, optimizer) if state[0] else 0
+    checks.same_on_all_ranks(args, start_epoch)  # all ranks: refuses different options or epochs
     model = DDP(model)  # all ranks: takes the weights of rank 0
 
     for epoch in range(start_epoch, args.epochs):
@@ -165,6 +168,7 @@ def main(args):
         seconds = common.seconds_since(start, device)
         sums[2:] = common.evaluate(model.module, test_loader, device)
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
+        checks.loss_is_finite(args, epoch, sums)
         if rank == 0:
             common.save_checkpoint(args, epoch + 1, model.module, optimizer)
             common.log_epoch(args, epoch, sums, seconds)
@@ -172,9 +176,9 @@ def main(args):
     share, seen = train_loader.dataset, [None] * world_size
     crossed = share.bytes if maker < rank - local_rank else 0  # its cluster is on another node
     with patience(args, "closed a client"):
-        mine = client.scheduler_info()["id"], len(client.nthreads()), share.bytes, crossed
+        local = client.scheduler_info()["id"], len(client.nthreads()), share.bytes, crossed
         client.close()
-    dist.all_gather_object(seen, (*mine, ready, share.seconds))
+    dist.all_gather_object(seen, (*local, ready, share.seconds))
     if rank == 0:
         schedulers = {of_a_rank[:2] for of_a_rank in seen}
         _, _, got, over, starts, waits = zip(*seen, strict=True)
@@ -194,9 +198,7 @@ def main(args):
 
 
 if __name__ == "__main__":
-    args = common.parse_args("multinode", clusters="job", workers=2)
-    if args.clusters not in ("job", "node", "rank"):
-        common.fail(f"no --clusters {args.clusters}: use job, node or rank")
+    args = common.parse_args("multinode", clusters=("job", "node", "rank"), workers=2)
     if args.num_workers or args.workers < 1:
-        common.fail("Dask's workers load the data: --workers 1 or more, and no --num-workers")
+        checks.fail("Dask's workers load the data: --workers 1 or more, and no --num-workers")
     main(args)

@@ -14,7 +14,6 @@ What changed:               diff -U0 -w 02_torchrun.py topics/ddp_by_hand.py
 import os
 import sys
 import time
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
+import checks
 import common
 
 
@@ -37,10 +37,9 @@ def average(tensors, world_size):
 @record  # a rank that fails reports its traceback to torchrun
 def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = common.pick_device(rank)
+    device = common.take_device(rank)
     backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
-    timeout = timedelta(seconds=args.timeout)  # the longest wait for a rank in a collective
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group(backend, timeout=args.timeout)
     if rank == 0:
         common.print_start(args, device)
     torch.manual_seed(args.seed)
@@ -48,15 +47,18 @@ def main(args):
     train_set, test_set = common.load_datasets(args)
     options = common.loader_options(args, device)
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    # All ranks print, each with one write (so the newline is in the text): they share a terminal.
+    print(f"rank {rank} of {world_size} | {device} | {len(sampler)} samples\n", end="", flush=True)
     batch = args.per_rank_batch
     train_loader = DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
     test_loader = DataLoader(test_shard, batch, **options)
 
-    model = common.build_model(args).to(device)
+    model = common.build_model(args).to(device)  # its first layer turns bytes into floats
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     state = common.read_checkpoint(args)
-    start_epoch = common.restore(state, args, model, optimizer)
+    start_epoch = common.resume(state, args, model, optimizer) if state else 0
+    checks.same_on_all_ranks(args, start_epoch)  # all ranks: refuses different options or epochs
     for tensor in model.state_dict().values():  # all ranks: takes the weights of rank 0
         dist.broadcast(tensor, src=0)
 
@@ -80,6 +82,7 @@ def main(args):
         seconds = common.seconds_since(start, device)
         sums[2:] = common.evaluate(model, test_loader, device)
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
+        checks.loss_is_finite(args, epoch, sums)
         if rank == 0:
             common.save_checkpoint(args, epoch + 1, model, optimizer)
             common.log_epoch(args, epoch, sums, seconds)

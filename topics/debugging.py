@@ -12,16 +12,15 @@ itself is often a segmentation fault (torch 2.9 to 2.14): that is why hang() com
 Two processes on the CPU:   export CUDA_VISIBLE_DEVICES=
                             torchrun --standalone --nproc-per-node=2 -m topics.debugging
                                 --timeout 10 --case mismatch
-What it has recorded:       torchfrtrace checkpoints/flight -p rank_  (beside --checkpoint)
+What it has recorded:       torchfrtrace checkpoints/flight -p rank_  (or --flight FOLDER)
 What changed:               diff -U0 -w 02_torchrun.py topics/debugging.py
-Budget: +42 -1 because it is four lessons in one file; the training around them is as ever.
+Budget: +39 -1 because it is four lessons in one file; the training around them is as ever.
 """
 
 import os
 import pickle
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -32,29 +31,27 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
+import checks
 import common
 
 
-def hang(case, rank, world_size, timeout, folder):
+def hang(args, rank, world_size):
     print(f"rank {rank} | look inside it: py-spy dump --pid {os.getpid()}", flush=True)
     values, last = torch.ones(4), rank == world_size - 1
+    too_long = 3 * args.timeout.total_seconds()
     try:
-        if case == "mismatch":  # what comes of an `if rank == 0:` around half of a program
+        if args.case == "mismatch":  # what comes of an `if rank == 0:` around half of a program
             dist.all_reduce(values) if rank == 0 else dist.broadcast(values, src=0)
-        elif case == "stuck":
-            time.sleep(3 * timeout.total_seconds()) if last else dist.barrier()
-        elif case == "monitored":  # Gloo only; the other ranks are told by rank 0
-            time.sleep(3 * timeout.total_seconds()) if last else dist.monitored_barrier(
-                timeout=timeout
-            )
-        elif case == "breakpoint":
+        elif args.case == "stuck":
+            time.sleep(too_long) if last else dist.barrier()
+        elif args.case == "monitored":  # Gloo only; the other ranks are told by rank 0
+            time.sleep(too_long) if last else dist.monitored_barrier(timeout=args.timeout)
+        elif args.case == "breakpoint":
             if rank == 0:
                 breakpoint()  # only this rank reads the terminal
             dist.barrier()
-        else:
-            common.fail(f"no --case {case}: use mismatch, stuck, monitored or breakpoint")
     except RuntimeError:
-        write_flight(rank, folder)
+        write_flight(rank, Path(args.flight))
         time.sleep(2)  # torchrun ends all ranks with the first: let them write theirs as well
         raise
 
@@ -72,7 +69,7 @@ def write_flight(rank, folder):
         line = next(f["line"] for f in entry["frames"] if f["filename"].endswith("debugging.py"))
         print(f"rank {rank} | flight recorder: the last is {entry['profiling_name']}, line {line}")
     file = folder / f"rank_{rank}"
-    with common.writing(file):
+    with checks.writing(file, "--flight"):
         folder.mkdir(parents=True, exist_ok=True)
         file.write_bytes(pickle.dumps(flight))
 
@@ -80,10 +77,9 @@ def write_flight(rank, folder):
 @record  # a rank that fails reports its traceback to torchrun
 def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = common.pick_device(rank)
+    device = common.take_device(rank)
     backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
-    timeout = timedelta(seconds=args.timeout)  # the longest wait for a rank in a collective
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group(backend, timeout=args.timeout)
     if rank == 0:
         common.print_start(args, device)
     torch.manual_seed(args.seed)
@@ -91,19 +87,21 @@ def main(args):
     train_set, test_set = common.load_datasets(args)
     options = common.loader_options(args, device)
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    # All ranks print, each with one write (so the newline is in the text): they share a terminal.
+    print(f"rank {rank} of {world_size} | {device} | {len(sampler)} samples\n", end="", flush=True)
     batch = args.per_rank_batch
     train_loader = DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
     test_loader = DataLoader(test_shard, batch, **options)
 
-    model = common.build_model(args).to(device)
+    model = common.build_model(args).to(device)  # its first layer turns bytes into floats
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     state = common.read_checkpoint(args)
-    start_epoch = common.restore(state, args, model, optimizer)
+    start_epoch = common.resume(state, args, model, optimizer) if state else 0
+    checks.same_on_all_ranks(args, start_epoch)  # all ranks: refuses different options or epochs
     if backend != "gloo" or world_size == 1:
-        common.fail("needs the CPU (CUDA_VISIBLE_DEVICES=) and more than one process")
-    folder = Path(args.checkpoint or "checkpoints/x").with_name("flight")
-    hang(args.case, rank, world_size, timeout, folder)
+        checks.fail("needs the CPU (CUDA_VISIBLE_DEVICES=) and more than one process")
+    hang(args, rank, world_size)
     model = DDP(model)  # all ranks: takes the weights of rank 0
 
     for epoch in range(start_epoch, args.epochs):
@@ -125,6 +123,7 @@ def main(args):
         seconds = common.seconds_since(start, device)
         sums[2:] = common.evaluate(model.module, test_loader, device)
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
+        checks.loss_is_finite(args, epoch, sums)
         if rank == 0:
             common.save_checkpoint(args, epoch + 1, model.module, optimizer)
             common.log_epoch(args, epoch, sums, seconds)
@@ -132,4 +131,5 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(common.parse_args("torchrun", case="mismatch"))
+    cases = ("mismatch", "stuck", "monitored", "breakpoint")
+    main(common.parse_args("torchrun", case=cases, flight="checkpoints/flight"))

@@ -1,15 +1,17 @@
 """Topic: the same effective batch in less memory: several small batches before each step.
 
-Each rank takes its batch in --pieces. DDP would average the gradients after each piece; no_sync()
-leaves that to the last one. It has to be around forward *and* backward: DDP decides in forward.
-The loss of a piece is weighted by its share of the batch, so pieces of any size give the same sum.
+Each rank splits its batch into micro-batches, one for each of the --accumulation-steps. DDP would
+average the gradients after each; no_sync() leaves that to the last one. It has to be around forward
+*and* backward: DDP decides in forward. The loss of a micro-batch is weighted by its share of the
+batch, so micro-batches of any size give the same sum.
 
-Step: the step is taken once for all pieces because only then the gradient is whole.
+Step: the optimizer steps once for all micro-batches because only then the gradient is whole.
 
 Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.gradient_accumulation
 One process:                the same with --nproc-per-node=1
 All GPUs:                   the same with --nproc-per-node=gpu
-The memory that it saves:   the same with --model resnet50 --dataset fake --pieces 1, 2, 4 ...
+The memory that it saves:   the same with --model resnet50 --dataset fake
+                                --accumulation-steps 1, 2, 4 ...
 What changed:               diff -U0 -w 02_torchrun.py topics/gradient_accumulation.py
 """
 
@@ -17,7 +19,6 @@ import os
 import sys
 import time
 from contextlib import nullcontext
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -28,16 +29,16 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
+import checks
 import common
 
 
 @record  # a rank that fails reports its traceback to torchrun
 def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = common.pick_device(rank)
+    device = common.take_device(rank)
     backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
-    timeout = timedelta(seconds=args.timeout)  # the longest wait for a rank in a collective
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group(backend, timeout=args.timeout)
     if rank == 0:
         common.print_start(args, device)
     torch.manual_seed(args.seed)
@@ -45,15 +46,18 @@ def main(args):
     train_set, test_set = common.load_datasets(args)
     options = common.loader_options(args, device)
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    # All ranks print, each with one write (so the newline is in the text): they share a terminal.
+    print(f"rank {rank} of {world_size} | {device} | {len(sampler)} samples\n", end="", flush=True)
     batch = args.per_rank_batch
     train_loader = DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
     test_loader = DataLoader(test_shard, batch, **options)
 
-    model = common.build_model(args).to(device)
+    model = common.build_model(args).to(device)  # its first layer turns bytes into floats
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     state = common.read_checkpoint(args)
-    start_epoch = common.restore(state, args, model, optimizer)
+    start_epoch = common.resume(state, args, model, optimizer) if state else 0
+    checks.same_on_all_ranks(args, start_epoch)  # all ranks: refuses different options or epochs
     model = DDP(model)  # all ranks: takes the weights of rank 0
     averaged = 0  # all-reduces of gradients
 
@@ -74,10 +78,11 @@ def main(args):
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
             optimizer.zero_grad()
-            pieces = list(zip(images.chunk(args.pieces), labels.chunk(args.pieces), strict=True))
-            for number, (images, piece) in enumerate(pieces, 1):
-                with nullcontext() if number == len(pieces) else model.no_sync():
-                    loss = F.cross_entropy(model(images), piece) * len(piece) / len(labels)
+            micro_images = images.chunk(args.accumulation_steps)
+            micro_labels = labels.chunk(args.accumulation_steps)
+            for images, targets in zip(micro_images, micro_labels, strict=True):
+                with nullcontext() if targets is micro_labels[-1] else model.no_sync():
+                    loss = F.cross_entropy(model(images), targets) * len(targets) / len(labels)
                     loss.backward()
                     sums[0] += loss.detach() * len(labels)
             optimizer.step()
@@ -86,6 +91,7 @@ def main(args):
         seconds = common.seconds_since(start, device)
         sums[2:] = common.evaluate(model.module, test_loader, device)
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
+        checks.loss_is_finite(args, epoch, sums)
         if rank == 0:
             common.save_checkpoint(args, epoch + 1, model.module, optimizer)
             common.log_epoch(args, epoch, sums, seconds)
@@ -95,4 +101,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(common.parse_args("torchrun", pieces=4))
+    main(common.parse_args("torchrun", accumulation_steps=4))

@@ -8,7 +8,7 @@ Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.g
 One process:                the same with --nproc-per-node=1
 All GPUs:                   the same with --nproc-per-node=gpu
 What changed:               diff -U0 -w 02_torchrun.py topics/graph_dataset.py
-Budget: +51 -9 because it brings its own data set and its own model.
+Budget: +48 -9 because it brings its own data set and its own model.
 Step: the forward pass takes graphs because there are no images.
 """
 
@@ -17,7 +17,6 @@ import random
 import sys
 import time
 import warnings
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DistributedSampler, Subset
 
 sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
+import checks
 import common
 
 warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # inside of torch_geometric
@@ -36,7 +36,7 @@ try:
     from torch_geometric.loader import DataLoader
     from torch_geometric.nn import GIN, global_mean_pool
 except ImportError:
-    common.fail("needs torch_geometric: pip install torch_geometric")
+    checks.fail("needs torch_geometric: pip install torch_geometric")
 
 
 class Grown(InMemoryDataset):
@@ -81,10 +81,9 @@ class Model(nn.Module):
 @record  # a rank that fails reports its traceback to torchrun
 def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = common.pick_device(rank)
+    device = common.take_device(rank)
     backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
-    timeout = timedelta(seconds=args.timeout)  # the longest wait for a rank in a collective
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group(backend, timeout=args.timeout)
     if rank == 0:
         common.print_start(args, device)
     torch.manual_seed(args.seed)
@@ -92,6 +91,8 @@ def main(args):
     train_set, test_set = Grown(2000, seed=1), Grown(499, seed=2)
     options = common.loader_options(args, device)
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    # All ranks print, each with one write (so the newline is in the text): they share a terminal.
+    print(f"rank {rank} of {world_size} | {device} | {len(sampler)} samples\n", end="", flush=True)
     batch = args.per_rank_batch
     train_loader = DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
@@ -100,10 +101,8 @@ def main(args):
     model = Model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     state = common.read_checkpoint(args)
-    if state and state["epochs"] >= args.epochs:
-        common.check(state, args)  # says so
-        return dist.destroy_process_group()  # restore() would test it on images
-    start_epoch = common.restore(state, args, model, optimizer)
+    start_epoch = common.resume(state, args, model, optimizer) if state else 0
+    checks.same_on_all_ranks(args, start_epoch)  # all ranks: refuses different options or epochs
     model = DDP(model)  # all ranks: takes the weights of rank 0
 
     for epoch in range(start_epoch, args.epochs):
@@ -125,6 +124,7 @@ def main(args):
         seconds = common.seconds_since(start, device)
         sums[2:] = common.evaluate(model.module, ((x, x.y) for x in test_loader), device)
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
+        checks.loss_is_finite(args, epoch, sums)
         if rank == 0:
             common.save_checkpoint(args, epoch + 1, model.module, optimizer)
             common.log_epoch(args, epoch, sums, seconds)
@@ -134,6 +134,6 @@ def main(args):
 if __name__ == "__main__":
     args = common.parse_args("torchrun")
     if (args.dataset, args.model) != ("digits", "small"):
-        common.fail("has its own data set and model: leave out --dataset and --model")
+        checks.fail("has its own data set and model: leave out --dataset and --model")
     args.dataset, args.model = "graphs", "GIN"  # a checkpoint of another script is refused
     main(args)

@@ -16,7 +16,6 @@ Budget: +22 -1 because it prints four numbers and writes a board.
 import os
 import sys
 import time
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -26,16 +25,16 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
+import checks
 import common
 
 
 @record  # a rank that fails reports its traceback to torchrun
 def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = common.pick_device(rank)
+    device = common.take_device(rank)
     backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
-    timeout = timedelta(seconds=args.timeout)  # the longest wait for a rank in a collective
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group(backend, timeout=args.timeout)
     if rank == 0:
         common.print_start(args, device)
     torch.manual_seed(args.seed)
@@ -43,15 +42,18 @@ def main(args):
     train_set, test_set = common.load_datasets(args)
     options = common.loader_options(args, device)
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    # All ranks print, each with one write (so the newline is in the text): they share a terminal.
+    print(f"rank {rank} of {world_size} | {device} | {len(sampler)} samples\n", end="", flush=True)
     batch = args.per_rank_batch
     train_loader = DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
     test_loader = DataLoader(test_shard, batch, **options)
 
-    model = common.build_model(args).to(device)
+    model = common.build_model(args).to(device)  # its first layer turns bytes into floats
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     state = common.read_checkpoint(args)
-    start_epoch = common.restore(state, args, model, optimizer)
+    start_epoch = common.resume(state, args, model, optimizer) if state else 0
+    checks.same_on_all_ranks(args, start_epoch)  # all ranks: refuses different options or epochs
     model = DDP(model)  # all ranks: takes the weights of rank 0
 
     board = None
@@ -59,9 +61,10 @@ def main(args):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            common.fail("--board needs TensorBoard: pip install tensorboard")
+            checks.fail("--board needs TensorBoard: pip install tensorboard")
         board = SummaryWriter(args.board)
-    even = dist.new_group(range(0, world_size, 2))  # all ranks call this, members or not
+    # All ranks call this, members or not.
+    even = dist.new_group(range(0, world_size, 2), timeout=args.timeout)
 
     for epoch in range(start_epoch, args.epochs):
         # A new order each epoch, and the same order in every run with this seed.
@@ -81,16 +84,17 @@ def main(args):
             sums[1] += len(labels)
         seconds = common.seconds_since(start, device)
         sums[2:] = common.evaluate(model.module, test_loader, device)
-        mine, gathered, part = sums[0] / sums[1], [None] * world_size, sums[:2].clone()
-        dist.all_gather_object(gathered, round(mine.item(), 4))  # all ranks
+        local, gathered, part = sums[0] / sums[1], [None] * world_size, sums[:2].clone()
+        dist.all_gather_object(gathered, round(local.item(), 4))  # all ranks
         if rank % 2 == 0:
             dist.all_reduce(part, group=even)  # its members only
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
+        checks.loss_is_finite(args, epoch, sums)
         if rank == 0:
             common.save_checkpoint(args, epoch + 1, model.module, optimizer)
             common.log_epoch(args, epoch, sums, seconds)
             reduced = (sums[0] / sums[1]).item()
-            print(f"rank-local {mine:.4f} | reduced {reduced:.4f} | gathered {gathered}", end=" ")
+            print(f"rank-local {local:.4f} | reduced {reduced:.4f} | gathered {gathered}", end=" ")
             print(f"| even ranks {part[0] / part[1]:.4f}", flush=True)
             if board:
                 board.add_scalar("train loss", reduced, epoch + 1)

@@ -19,7 +19,7 @@ esac
 [ "${BASH_VERSINFO[0]}" -ge 5 ] || { echo "manual_launch.sh: needs bash 5 or later" >&2 && exit 2; }
 
 # Where the ranks meet: rank 0 listens there, the others call. WORLD_SIZE says how many to expect.
-MASTER_PORT=$(python -c "import common; print(common.free_port())")
+MASTER_PORT=$(python -c "import checks; print(checks.free_port())")
 export MASTER_ADDR=127.0.0.1 MASTER_PORT WORLD_SIZE=2
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # or every rank takes all cores
 
