@@ -46,18 +46,18 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(next(filter(None, from_env), 0))
 
 
-def fail(message: str, code: int = 2) -> NoReturn:
+def fail(message: str, code: int = 2, all_ranks: bool = False) -> NoReturn:
     """Exit with this code and one line on stderr: a user's mistake needs no traceback.
 
     A node's first process speaks. The others give it 10 s, because a launcher ends them all as soon
-    as one has ended.
+    as one has ended. all_ranks: they all call this, so that NCCL's group can be destroyed too.
     """
     local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or rank()
+    if dist.is_initialized() and (all_ranks or dist.get_backend() == "gloo"):
+        dist.destroy_process_group()
     if int(local_rank) > 0:
         time.sleep(10)
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()
     sys.exit(code)
 
 
@@ -354,10 +354,18 @@ def same_on_all_ranks(args: Namespace, epochs: int) -> None:
     for number, (other, other_exists) in enumerate(ranks):
         for name, value in other.items():
             if value != (first := ranks[0][0].get(name)):
-                fail(f"rank 0 has {name} {first}, rank {number} has {value}: make them equal")
+                fail(
+                    f"rank 0 has {name} {first}, rank {number} has {value}: make them equal",
+                    2,
+                    True,
+                )
         if other_exists and not ranks[0][1]:
             text = f"{args.checkpoint} is there for rank {number}, but not for rank 0"
-            fail(f"{text}: copy it to rank 0's machine, or put it on a disk that all nodes see")
+            fail(
+                f"{text}: copy it to rank 0's machine, or put it on a disk that all nodes see",
+                2,
+                True,
+            )
 
 
 def loss_is_finite(args: Namespace, epoch: int, sums: torch.Tensor) -> None:
@@ -365,10 +373,14 @@ def loss_is_finite(args: Namespace, epoch: int, sums: torch.Tensor) -> None:
     loss, samples = sums[:2].tolist()
     kept = f"; {args.checkpoint} stays as it was" if args.checkpoint else ""
     if not samples:
-        fail(f"no full batch of {args.batch_size} in the training set: nothing to train on{kept}")
+        fail(
+            f"no full batch of {args.batch_size} in the training set: nothing to train on{kept}",
+            2,
+            True,
+        )
     if not math.isfinite(loss):
         text = f"train loss {loss / samples} in epoch {epoch + 1}{kept}"
-        fail(f"{text}. Try a smaller --lr than {args.lr}", 1)
+        fail(f"{text}. Try a smaller --lr than {args.lr}", 1, True)
 
 
 def ignore_signals(worker: int) -> None:
@@ -400,7 +412,8 @@ def lightning_epochs(args: Namespace) -> int:
     """Return the epochs behind Lightning's own checkpoint file; refuse one that does not fit."""
     for name in ("lightning.pytorch", "lightning.fabric"):  # no notes on how it starts
         logging.getLogger(name).setLevel(logging.WARNING)
-    for text in ("`isinstance.treespec", "The `srun` command", "Checkpoint directory .* not empty"):
+    notes = ("`isinstance.treespec", "The `srun` command", "Checkpoint directory .* not empty")
+    for text in (*notes, ".* does not have many workers"):
         warnings.filterwarnings("ignore", text)
     if not args.checkpoint or not os.path.lexists(args.checkpoint):
         return 0
