@@ -12,7 +12,7 @@ from test_faults import LEFT, start  # noqa: F401  start is a fixture
 from ladder import TORCHRUN
 
 BY_HAND = ["bash", "topics/manual_launch.sh"]
-ONE_EPOCH = ["--epochs=1", "--checkpoint="]
+ONE_EPOCH = ["--epochs=1"]
 
 
 def seconds_of(text: str, rank: int, stage: str) -> float:

@@ -10,7 +10,7 @@ One process:                the same with --nproc-per-node=1
 All GPUs:                   the same with --nproc-per-node=gpu
 A cluster in each rank:     the same with --clusters rank
 What changed:               diff -U0 -w 03_multinode.py topics/dask_data.py
-Budget: +101 -5 because it counts schedulers, workers and bytes, and bounds each wait for Dask.
+Budget: +99 -5 because it counts schedulers, workers and bytes, and bounds each wait for Dask.
 """
 
 import os

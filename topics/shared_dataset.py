@@ -1,8 +1,8 @@
 """Topic: a data set in memory, once on a node, for all of its ranks.
 
 shared  with mp.spawn the parent loads it into shared memory, which all ranks get without a copy
-mmap    rank 0 writes a file and all ranks map it. So does the first rank of each node with torchrun,
-        whose own process loads nothing
+mmap    rank 0 writes a file and all ranks map it: with torchrun, which loads nothing, the first
+        rank of each node can do so
 copy    each rank loads it: N ranks hold N copies
 
 All GPUs, or 2 CPU processes:  python -m topics.shared_dataset
@@ -10,7 +10,7 @@ All GPUs, or 2 CPU processes:  python -m topics.shared_dataset
 A file that all map:           the same with --storage mmap
 A copy in each rank:           the same with --storage copy
 What changed:                  diff -U0 -w 01_single_node_multi_gpu.py topics/shared_dataset.py
-Budget: +57 -5 because more than half of it measures whose pages of memory the data is in.
+Budget: +56 -5 because more than half of it measures whose pages of memory the data is in.
 """
 
 import os
