@@ -66,8 +66,8 @@ def test_a_stage_has_the_numbers_of_02(stage, stages, reference):
     assert_same(stages[stage], reference)
 
 
-def test_each_stage_deals_out_more(stages):
-    """In numbers that a rank keeps; a part may be padded by one."""
+def test_each_stage_shards_more(stages):
+    """In numbers that a rank keeps; a shard may be padded by one."""
     most_before = float("inf")
     for stage, done in enumerate(stages):
         lines = [[int(number) for number in line] for line in LINE.findall(done.out)]
@@ -84,7 +84,7 @@ def test_each_stage_deals_out_more(stages):
         most_before = most
 
 
-def test_00_goes_on_from_the_file(stages, reference, tmp_path):
+def test_00_resumes_from_the_file(stages, reference, tmp_path):
     ends = []
     for done in (stages[3], reference):
         folder = tmp_path / done.checkpoint.parent.name
@@ -95,18 +95,18 @@ def test_00_goes_on_from_the_file(stages, reference, tmp_path):
     assert ends[0]["train_loss"] == pytest.approx(ends[1]["train_loss"], abs=5e-5)
 
 
-def test_it_goes_on_bit_for_bit(tmp_path):
+def test_it_resumes_bit_for_bit(tmp_path):
     whole = run(2, TWO, "--batch-size=800")
     run(2, ONE, "--batch-size=800", folder=tmp_path)
     done = run(2, TWO, "--batch-size=800", folder=tmp_path)
-    assert "has 1 epochs, going on" in done.out
+    assert "checkpoint.pt: resumes after epoch 1" in done.out
     assert [entry["epoch"] for entry in done.epochs] == [1, 2]
     for name, value in whole.state["weights"].items():
         assert torch.equal(done.state["weights"][name], value), name
 
 
 def test_three_ranks_and_another_rate(tmp_path):
-    """On three ranks parts are padded, and rank 0 has a test batch more than the others."""
+    """On three ranks shards are padded, and rank 0 has a test batch more than the others."""
     done = {}
     for name, stage in (("02_torchrun.py", ()), (TOPIC, ("--stage=3",))):
         options = {"folder": tmp_path / name[:2]}
@@ -127,13 +127,13 @@ def test_without_being_told_it_clips_the_gradients(reference):
 
 def test_what_cannot_work_is_refused_in_one_line(reference, tmp_path):
     cases = {
-        "no --stage 4: use 0, 1, 2 or 3": fork(TOPIC, 1, "--stage=4"),
+        "--stage: invalid choice: 4 (choose from 2, 0, 1, 3)": fork(TOPIC, 1, "--stage=4"),
         "needs deepspeed: pip install deepspeed": fork(
             TOPIC, 1, before=lambda: __import__("sys").modules.update(deepspeed=None)
         ),
     }
     shutil.copy(reference.checkpoint, tmp_path)
-    message = f"cannot go on without {tmp_path}/checkpoint.pt.parts/stage2_ranks1_epoch1: use"
+    message = f"cannot resume without {tmp_path}/checkpoint.pt.shards/stage2_ranks1_epoch1: use"
     cases[message] = fork(TOPIC, 1, TWO, folder=tmp_path)
     for message, done in cases.items():
         assert done.codes == [2] and message in done.err and "Traceback" not in done.err, done.err

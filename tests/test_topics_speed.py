@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_topics import TWO, reference, topic  # noqa: F401  reference is a fixture
 
-import common
+import checks
 from ladder import ROOT, fork
 
 # float16 is slow on a CPU: few images. 5 steps an epoch.
@@ -60,7 +60,7 @@ def test_mixed_precision_is_near_to_fp32():
     assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.02)
     norms = [precision_lines(run)[3] for run in runs.values()]
     assert norms[1] == pytest.approx(norms[0], rel=0.1)
-    assert runs["bf16"].weights[0]["0.weight"].dtype == torch.float32
+    assert runs["bf16"].weights[0]["1.weight"].dtype == torch.float32
 
     few = [
         topic("mixed_precision", 2, "--epochs=1", *FEW, f"--precision={name}")
@@ -109,8 +109,8 @@ def test_clipping_scaled_gradients_is_seen():
         edit=lambda text: re.sub(r" +scaler\.unscale_.*\n", "", text),
     )
     assert precision_lines(wrong)[3] > 10_000 * precision_lines(right)[3]
-    (first, second) = (run.state["weights"]["9.bias"] for run in (right, wrong))
-    start = topic("mixed_precision", 2, *options, "--lr=1e-30").state["weights"]["9.bias"]
+    (first, second) = (run.state["weights"]["10.bias"] for run in (right, wrong))
+    start = topic("mixed_precision", 2, *options, "--lr=1e-30").state["weights"]["10.bias"]
     assert (second - start).norm() < 1e-3 * (first - start).norm()
 
 
@@ -138,7 +138,8 @@ def test_an_overflow_on_one_rank_is_skipped_by_both():
         *FEW,
         "--precision=fp16",
         edit=lambda text: text.replace(
-            "scale(loss)", "scale(loss * float('inf') if rank == 1 and len(taken) == 2 else loss)"
+            "scale(loss)",
+            "scale(loss * float('inf') if rank == 1 and len(applied_steps) == 2 else loss)",
         ),
     )
     assert precision_lines(done)[:3] == (65536 / 2**3, 3, 5)
@@ -162,7 +163,7 @@ def test_scale_is_in_the_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_mixed_precision_checkpoints_and_those_of_02(precision, tmp_path):
-    """02, then this, then 02: each goes on from the file of the other."""
+    """02, then this, then 02: each resumes from the file of the other."""
     runs = [("02_torchrun.py", 1), ("topics/mixed_precision.py", 2), ("02_torchrun.py", 3)]
     for rung, epochs in runs:
         option = [f"--precision={precision}"] if rung.startswith("topics") else []
@@ -175,7 +176,7 @@ def test_mixed_precision_checkpoints_and_those_of_02(precision, tmp_path):
 
 def test_mixed_precision_refuses():
     for option, message in (
-        ("--precision=fp8", "no --precision fp8: use fp32, bf16, fp16"),
+        ("--precision=fp8", "--precision: invalid choice: 'fp8' (choose from bf16, fp16, fp32)"),
         ("--clip=0", "--clip must be more than 0"),
         ("--clip=nan", "--clip must be more than 0"),
     ):
@@ -205,10 +206,10 @@ def one_process():
     """Rung 00 with batch norm in its model."""
 
     def with_norms(text):
-        line = "    model = common.build_model(args).to(device)\n"
-        norms = "    model.insert(1, torch.nn.BatchNorm2d(16))\n"
-        norms += "    model.insert(5, torch.nn.BatchNorm2d(32))\n"
-        return text.replace(line, line + norms)
+        line = "    optimizer = torch.optim.SGD("
+        norms = "    model.insert(2, torch.nn.BatchNorm2d(16))\n"
+        norms += "    model.insert(6, torch.nn.BatchNorm2d(32))\n"
+        return text.replace(line, norms + line)
 
     return fork("00_single_gpu.py", 1, "--epochs=1", edit=with_norms)
 
@@ -266,7 +267,10 @@ def test_group_norm_does_not_see_the_batch():
 def test_sync_batchnorm_refuses():
     for options, message in (
         (["--norm=sync"], "--norm sync (SyncBatchNorm) trains on GPUs only: use by_hand or group"),
-        (["--norm=batch"], "no --norm batch: use local, sync, by_hand, group"),
+        (
+            ["--norm=batch"],
+            "--norm: invalid choice: 'batch' (choose from local, sync, by_hand, group)",
+        ),
         (["--norm=by_hand", "--model=resnet18"], "--norm by_hand is for --model small: use local"),
     ):
         wrong = fork("topics/sync_batchnorm.py", 1, *options)
@@ -297,9 +301,9 @@ def epoch_of_02():
 
 
 def tuned(done):
-    """Return all-reduces and bytes of a step, how far the ranks are apart, and how far from 02."""
+    """Return all-reduces and bytes of a step, max weight divergence, and how far from 02."""
     line = re.findall(
-        r"^\w+ \| a step: \S+ ms, (\S+) all-reduces, (\d+) bytes \| ranks apart (\S+)$",
+        r"^\w+ \| a step: \S+ ms, (\S+) all-reduces, (\d+) bytes \| max weight divergence (\S+)$",
         done.out,
         re.M,
     )
@@ -309,7 +313,7 @@ def tuned(done):
 
 
 @pytest.mark.parametrize(
-    ("way", "all_reduces", "size", "off"),
+    ("variant", "all_reduces", "size", "off"),
     [
         ("plain", 1, 4 * WEIGHTS, 0),
         ("bucket_view", 1, 4 * WEIGHTS, 0),
@@ -319,8 +323,8 @@ def tuned(done):
         ("bf16", 1, 2 * WEIGHTS, 5e-2),
     ],
 )
-def test_ddp_tuning(way, all_reduces, size, off, epoch_of_02):
-    options = ["--epochs=1", f"--way={way}", f"--compare={epoch_of_02.checkpoint}"]
+def test_ddp_tuning(variant, all_reduces, size, off, epoch_of_02):
+    options = ["--epochs=1", f"--variant={variant}", f"--compare={epoch_of_02.checkpoint}"]
     done = topic("ddp_tuning", 2, *options)
     *found, difference = tuned(done)
     assert found == [all_reduces, size, 0]
@@ -335,31 +339,31 @@ def test_small_buckets(epoch_of_02):
     assert tuned(topic("ddp_tuning", 2, *options)) == (6.85, 4 * WEIGHTS, 0, 0)
 
 
-@pytest.mark.parametrize("way", ["powersgd", "local_sgd"])
-def test_ways_that_change_the_numbers(way, epoch_of_02):
+@pytest.mark.parametrize("variant", ["powersgd", "local_sgd"])
+def test_variants_that_change_the_numbers(variant, epoch_of_02):
     """After 20 of 41 steps PowerSGD sends a fraction, local SGD the weights every fourth step."""
-    options = ["--epochs=1", f"--way={way}", f"--compare={epoch_of_02.checkpoint}"]
+    options = ["--epochs=1", f"--variant={variant}", f"--compare={epoch_of_02.checkpoint}"]
     done = topic("ddp_tuning", 2, *options)
-    all_reduces, size, apart, off = tuned(done)
+    all_reduces, size, divergence, off = tuned(done)
     assert 1e-3 < off < 2
     last = [entry["train_loss"] for entry in (*done.epochs, *epoch_of_02.epochs)]
     assert last[0] == pytest.approx(last[1], rel=0.2)
     plain = 4 * WEIGHTS * 20
-    if way == "powersgd":
+    if variant == "powersgd":
         thin = (41 * size - plain) / 21
-        assert 0 < thin < 4 * WEIGHTS / 20 and apart == 0
+        assert 0 < thin < 4 * WEIGHTS / 20 and divergence == 0
         assert_equal(done.weights[0], done.weights[1])
     else:
         # Steps 21, 25, 29 ... 41 average the weights: six times. The last one leaves them equal.
         assert all_reduces == pytest.approx(26 / 41, abs=5e-3)
         assert size == pytest.approx(26 / 41 * 4 * WEIGHTS, abs=1)
-        assert apart == 0
+        assert divergence == 0
 
 
 def test_local_sgd_lets_the_ranks_drift_apart(tmp_path):
     """In 82 steps the last average is one step ago. Ten of the last 41 steps end with one."""
-    done = topic("ddp_tuning", 2, *TWO, "--way=local_sgd")
-    assert 0 < float(re.findall(r"ranks apart (\S+)", done.out)[-1]) < 1
+    done = topic("ddp_tuning", 2, *TWO, "--variant=local_sgd")
+    assert 0 < float(re.findall(r"max weight divergence (\S+)", done.out)[-1]) < 1
     assert re.findall(r"(\S+) all-reduces", done.out) == ["0.63", "0.24"]
     assert any(
         not torch.equal(value, done.weights[1][name]) for name, value in done.weights[0].items()
@@ -369,14 +373,14 @@ def test_local_sgd_lets_the_ranks_drift_apart(tmp_path):
 def test_unused_weights():
     """The error is that of the second step; find_unused or a static graph is the answer."""
     options = ["--epochs=1", "--unused=1", *FEW]
-    for way in ("plain", "fp16"):
-        wrong = fork("topics/ddp_tuning.py", 2, *options, f"--way={way}", "--timeout=20")
+    for variant in ("plain", "fp16"):
+        wrong = fork("topics/ddp_tuning.py", 2, *options, f"--variant={variant}", "--timeout=20")
         assert wrong.codes == [1, 1] and not wrong.checkpoint.exists()
         assert (
             wrong.err.count("RuntimeError: Expected to have finished reduction in the prior") == 2
         )
-    for way in ("find_unused", "static_graph"):
-        done = topic("ddp_tuning", 2, *options, f"--way={way}")
+    for variant in ("find_unused", "static_graph"):
+        done = topic("ddp_tuning", 2, *options, f"--variant={variant}")
         assert_equal(done.weights[0], done.weights[1])
     words = " ".join((ROOT / "topics/ddp_tuning.py").read_text().split())
     assert '"Expected to have finished reduction in the prior iteration"' in words
@@ -384,7 +388,10 @@ def test_unused_weights():
 
 def test_ddp_tuning_refuses(epoch_of_02):
     for options, message in (
-        (["--way=fast"], "no --way fast: use plain, bucket_view, static_graph, find_unused, fp16"),
+        (
+            ["--variant=fast"],
+            "--variant: invalid choice: 'fast' (choose from plain, bucket_view, static_graph,",
+        ),
         (["--bucket-mb=0"], "--bucket-mb must be more than 0"),
         (["--compare=nothing.pt"], "no such run in --compare nothing.pt: run 02_torchrun.py"),
         ([f"--compare={epoch_of_02.checkpoint}", "--batch-size=32"], "no such run in --compare"),
@@ -409,34 +416,34 @@ def spans(done):
 
 def test_profiling(epoch_of_02, tmp_path):
     """The parts add up, the traces hold five steps, and the numbers are those of 02."""
-    done = topic("profiling", 2, "--epochs=1", folder=tmp_path)
+    done = topic("profiling", 2, "--epochs=1", f"--traces={tmp_path / 'traces'}", folder=tmp_path)
     found = spans(done)
     assert set(found) == {0, 1}
     for rank, (whole, compute, communication, exposed, idle) in found.items():
         assert 0 < compute < whole and 0 < communication < whole
         assert 0 <= exposed <= communication + 0.002
         assert idle >= -0.002 and compute + exposed + idle == pytest.approx(whole, abs=0.01)
-        events = json.loads((tmp_path / f"trace.{rank}.json").read_text())
+        events = json.loads((tmp_path / "traces" / f"trace.{rank}.json").read_text())
         names = [event["name"] for event in events["traceEvents"]]
         assert names.count("gloo:all_reduce") == 5, "one bucket a step"
         steps = [f"ProfilerStep#{number}" for number in range(7, 12)]
         assert [name for name in names if name.startswith("ProfilerStep")] == steps
     assert len(re.findall("^ *aten::convolution_backward ", done.out, re.M)) == 1, "rank 0's table"
     assert_equal(done.state["weights"], epoch_of_02.state["weights"])
-    assert not (tmp_path / "checkpoints").exists(), "all of it lies beside --checkpoint"
+    assert not (tmp_path / "checkpoints").exists(), "all of it is where it was to be"
 
 
 def test_no_place_for_the_traces_is_said_in_one_line(tmp_path):
-    """Without --checkpoint they go to checkpoints/, here in a folder where that cannot be made."""
+    """They go to checkpoints/traces by default, here where that cannot be made."""
     (tmp_path / "checkpoints").write_text("a file")
 
     def no_patience():
-        common.time.sleep = lambda seconds: None  # in common.fail, where rank 1 lets rank 0 speak
+        checks.time.sleep = lambda seconds: None  # in checks.fail, where rank 1 lets rank 0 speak
 
-    options = ("--epochs=1", "--checkpoint=")
-    done = fork("topics/profiling.py", 2, *options, folder=tmp_path, before=no_patience)
+    done = fork("topics/profiling.py", 2, "--epochs=1", folder=tmp_path, before=no_patience)
     assert 2 in done.codes, done.err
-    assert "profiling.py: cannot write checkpoints/trace.0.json: File exists. Make" in done.err
+    message = "profiling.py: cannot write checkpoints/traces/trace.0.json: Not a directory. Make"
+    assert message in done.err and "use another --traces" in done.err
 
 
 def test_a_slow_rank_is_exposed_communication_of_the_others():

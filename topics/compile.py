@@ -1,24 +1,23 @@
-"""Topic: torch.compile and DDP: which goes around which, and a third way.
+"""Topic: torch.compile and DDP: which goes around which, and one without DDP.
 
 inside     DDP(torch.compile(model)): whole graphs; one backward graph, so little overlap
 outside    torch.compile(DDP(model)): the graph breaks around DDP's own code
 once       the compiled model without DDP, and one all-reduce after the whole backward pass
 With --backend aot_eager it takes a second to compile, and brings no speed; inductor takes longer.
 
-Step: average() comes between backward and step because the third way has no DDP to do it.
+Step: average() comes between backward and step because once has no DDP to do it.
 
 Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.compile \
                                 --order inside --backend aot_eager
 One process:                the same with --nproc-per-node=1
 All GPUs:                   the same with --nproc-per-node=gpu --backend inductor
 What changed:               diff -U0 -w 02_torchrun.py topics/compile.py
-Budget: +25 -4 because it has three ways in one file.
+Budget: +23 -4 because it has three orders in one file.
 """
 
 import os
 import sys
 import time
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -30,6 +29,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
+import checks
 import common
 
 
@@ -43,10 +43,9 @@ def average(tensors, world_size):
 @record  # a rank that fails reports its traceback to torchrun
 def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = common.pick_device(rank)
+    device = common.take_device(rank)
     backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
-    timeout = timedelta(seconds=args.timeout)  # the longest wait for a rank in a collective
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group(backend, timeout=args.timeout)
     if rank == 0:
         common.print_start(args, device)
     torch.manual_seed(args.seed)
@@ -54,24 +53,25 @@ def main(args):
     train_set, test_set = common.load_datasets(args)
     options = common.loader_options(args, device)
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    # All ranks print, each with one write (so the newline is in the text): they share a terminal.
+    print(f"rank {rank} of {world_size} | {device} | {len(sampler)} samples\n", end="", flush=True)
     batch = args.per_rank_batch
     train_loader = DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
     test_loader = DataLoader(test_shard, batch, **options)
 
-    model = common.build_model(args).to(device)
+    model = common.build_model(args).to(device)  # its first layer turns bytes into floats
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     state = common.read_checkpoint(args)
-    start_epoch = common.restore(state, args, model, optimizer)
+    start_epoch = common.resume(state, args, model, optimizer) if state else 0
+    checks.same_on_all_ranks(args, start_epoch)  # all ranks: refuses different options or epochs
     plain = model  # what is evaluated and saved: its names have no prefix
     if args.order == "outside":
         model = torch.compile(DDP(plain), backend=args.backend)
     elif args.order == "inside":
         model = DDP(torch.compile(plain, backend=args.backend))
-    elif args.order == "once":
-        model = torch.compile(plain, backend=args.backend)
     else:
-        common.fail(f"no --order {args.order}: use inside, outside or once")
+        model = torch.compile(plain, backend=args.backend)
 
     for epoch in range(start_epoch, args.epochs):
         # A new order each epoch, and the same order in every run with this seed.
@@ -94,6 +94,7 @@ def main(args):
         seconds = common.seconds_since(start, device)
         sums[2:] = common.evaluate(plain, test_loader, device)
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
+        checks.loss_is_finite(args, epoch, sums)
         if rank == 0:
             common.save_checkpoint(args, epoch + 1, plain, optimizer)
             common.log_epoch(args, epoch, sums, seconds)
@@ -104,4 +105,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(common.parse_args("torchrun", order="inside", backend="inductor"))
+    main(common.parse_args("torchrun", order=("inside", "outside", "once"), backend="inductor"))

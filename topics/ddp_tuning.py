@@ -10,19 +10,18 @@ local_sgd     after 20 plain steps each rank steps alone; every 4 steps the weig
 With --unused 1 the model has a layer that nothing uses. All but find_unused and static_graph then
 end in the second step: "Expected to have finished reduction in the prior iteration".
 
-The numbers of 02:          torchrun --standalone --nproc-per-node=2 02_torchrun.py
+The numbers of 02:          torchrun --standalone --nproc-per-node=2 02_torchrun.py \
+                                --checkpoint checkpoints/02.pt
 Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.ddp_tuning \
-                                --way fp16 --compare checkpoints/02_torchrun.pt --checkpoint ''
+                                --variant fp16 --compare checkpoints/02.pt
 One process, or all GPUs:   the same with --nproc-per-node=1, or =gpu
 What changed:               diff -U0 -w 02_torchrun.py topics/ddp_tuning.py
-Budget: +61 -2 because it has eight ways in one file, and counts.
+Budget: +63 -2 because it has eight variants in one file, and counts.
 """
 
 import os
 import sys
 import time
-from argparse import Namespace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -37,9 +36,10 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
+import checks
 import common
 
-WAYS = {
+VARIANTS = {
     "plain": {},
     "bucket_view": {"gradient_as_bucket_view": True},
     "static_graph": {"static_graph": True},
@@ -61,7 +61,7 @@ def counted(tensor, *args, **options):
 dist.all_reduce = counted  # the hooks and the averager call it by this name
 
 
-def spread(model):
+def max_divergence(model):
     """All ranks: return the largest difference between the weights of any two ranks."""
     low = parameters_to_vector(model.parameters()).detach()
     high = low.clone()
@@ -73,45 +73,48 @@ def spread(model):
 @record  # a rank that fails reports its traceback to torchrun
 def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = common.pick_device(rank)
+    device = common.take_device(rank)
     backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
-    timeout = timedelta(seconds=args.timeout)  # the longest wait for a rank in a collective
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group(backend, timeout=args.timeout)
     if rank == 0:
         common.print_start(args, device)
     torch.manual_seed(args.seed)
-    if args.way not in WAYS:
-        common.fail(f"no --way {args.way}: use {', '.join(WAYS)}")
     if not args.bucket_mb > 0:
-        common.fail("--bucket-mb must be more than 0")
-    other = common.read_checkpoint(Namespace(checkpoint=args.compare)) or {}
-    if args.compare and any(other.get(name) != getattr(args, name) for name in common.SETTINGS):
-        common.fail(f"no such run in --compare {args.compare}: run 02_torchrun.py, as this one")
+        checks.fail("--bucket-mb must be more than 0")
+    other = {}
+    if os.path.exists(args.compare):
+        with checks.reading(args.compare):
+            other = torch.load(args.compare, map_location="cpu", weights_only=True)
+    if args.compare and any(other.get(name) != getattr(args, name) for name in checks.RESUME_KEYS):
+        checks.fail(f"no such run in --compare {args.compare}: run 02_torchrun.py, as this one")
 
     train_set, test_set = common.load_datasets(args)
     options = common.loader_options(args, device)
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    # All ranks print, each with one write (so the newline is in the text): they share a terminal.
+    print(f"rank {rank} of {world_size} | {device} | {len(sampler)} samples\n", end="", flush=True)
     batch = args.per_rank_batch
     train_loader = DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
     test_loader = DataLoader(test_shard, batch, **options)
 
-    model = common.build_model(args).to(device)
+    model = common.build_model(args).to(device)  # its first layer turns bytes into floats
     if args.unused:
-        next(model.children()).unused = torch.nn.Linear(2, 2, device=device)
+        model[0].unused = torch.nn.Linear(2, 2, device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     state = common.read_checkpoint(args)
-    start_epoch = common.restore(state, args, model, optimizer)
-    settings = WAYS[args.way] | {"bucket_cap_mb": args.bucket_mb}
+    start_epoch = common.resume(state, args, model, optimizer) if state else 0
+    checks.same_on_all_ranks(args, start_epoch)  # all ranks: refuses different options or epochs
+    settings = VARIANTS[args.variant] | {"bucket_cap_mb": args.bucket_mb}
     model = DDP(model, **settings)  # all ranks: takes the weights of rank 0
     hook_state = None
-    if args.way == "powersgd":
+    if args.variant == "powersgd":
         hook_state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=20)
-    elif args.way == "local_sgd":
+    elif args.variant == "local_sgd":
         hook_state = localSGD_hook.PostLocalSGDState(None, None, 20, False)
         averager = PeriodicModelAverager(period=4, warmup_steps=20)
         optimizer = PostLocalSGDOptimizer(optimizer, averager)
-    model.register_comm_hook(hook_state, HOOKS.get(args.way, default_hooks.allreduce_hook))
+    model.register_comm_hook(hook_state, HOOKS.get(args.variant, default_hooks.allreduce_hook))
 
     for epoch in range(start_epoch, args.epochs):
         # A new order each epoch, and the same order in every run with this seed.
@@ -132,23 +135,26 @@ def main(args):
         seconds = common.seconds_since(start, device)
         steps, calls, size = len(train_loader), len(sent), sum(sent)
         sums[2:] = common.evaluate(model.module, test_loader, device)
-        apart = spread(model.module)
+        divergence = max_divergence(model.module)
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
+        checks.loss_is_finite(args, epoch, sums)
         if rank == 0:
             common.save_checkpoint(args, epoch + 1, model.module, optimizer)
             common.log_epoch(args, epoch, sums, seconds)
             print(
-                f"{args.way} | a step: {seconds / steps * 1e3:.3f} ms, {calls / steps:.2f}"
-                f" all-reduces, {size / steps:.0f} bytes | ranks apart {apart:.1e}",
+                f"{args.variant} | a step: {seconds / steps * 1e3:.3f} ms, {calls / steps:.2f}"
+                f" all-reduces, {size / steps:.0f} bytes | max weight divergence {divergence:.1e}",
                 flush=True,
             )
         sent.clear()
     if other and rank == 0:
-        mine, theirs = model.module.state_dict(), other["weights"]
-        off = max((mine[name].cpu() - theirs[name]).abs().max() for name in theirs)
-        print(f"{args.way} | {off:.1e} from {args.compare} of {other['epochs']} epochs", flush=True)
+        weights, compared = model.module.state_dict(), other["weights"]
+        off = max((weights[name].cpu() - compared[name]).abs().max() for name in compared)
+        words = f"{off:.1e} from {args.compare} of {other['epochs']} epochs"
+        print(f"{args.variant} | {words}", flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(common.parse_args("torchrun", way="plain", bucket_mb=25.0, unused=0, compare=""))
+    options = {"variant": tuple(VARIANTS), "bucket_mb": 25.0, "unused": (0, 1), "compare": ""}
+    main(common.parse_args("torchrun", **options))

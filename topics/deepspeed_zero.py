@@ -1,14 +1,14 @@
 """Topic: DeepSpeed ZeRO. What each rank keeps of momentum, gradients and weights, stage by stage.
 
-Stage 0 deals out nothing, 1 the momentum, 2 the gradients too, 3 the weights too; the numbers stay
-those of 02. From stage 1 on, a rank also steps a copy of its part of the weights, even in fp32. The
-checkpoint is a file that 00 to 03 read, and beside it a folder of parts, from which a run of the
-same stage and number of ranks goes on. Needs: pip install deepspeed
-Budget: +61 -7 because dealt-out state is counted, gathered for test and file, and saved in parts.
-Step: model.backward and model.step because that is where the engine deals out and gathers.
+Stage 0 shards nothing, 1 the momentum, 2 the gradients too, 3 the weights too; the numbers stay
+those of 02. From stage 1 on, a rank also steps a copy of its shard of the weights, even in fp32.
+--checkpoint FILE is one that 00 to 03 read, and FILE.shards a folder beside it, from which a run of
+the same stage and number of ranks resumes. Needs: pip install deepspeed
+Budget: +59 -7 because sharded state is counted, gathered for test and file, and saved in shards.
+Step: model.backward and model.step because that is where the engine shards and gathers.
 
 Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.deepspeed_zero
-Another stage:              the same with --stage 3 --checkpoint checkpoints/stage3.pt
+Another stage:              the same with --stage 3
 One process:                the same with --nproc-per-node=1
 All GPUs:                   the same with --nproc-per-node=gpu
 What changed:               diff -U0 -w 02_torchrun.py topics/deepspeed_zero.py
@@ -17,7 +17,6 @@ What changed:               diff -U0 -w 02_torchrun.py topics/deepspeed_zero.py
 import os
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -27,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
+import checks
 import common
 
 try:
@@ -34,7 +34,7 @@ try:
     import deepspeed
     from deepspeed.utils import safe_get_full_optimizer_state
 except ImportError:
-    common.fail("needs deepspeed: pip install deepspeed")
+    checks.fail("needs deepspeed: pip install deepspeed")
 # Compile no extension: the one for collectives on the CPU takes a minute, and Gloo will do.
 deepspeed.ops.__compatible_ops__ = {}
 
@@ -52,7 +52,7 @@ def count_gradients(model, optimizer):
         kept["most"] = max(kept["most"], count(part.grad for part in model.parameters()))
 
     def before_step(*_):
-        (group,) = optimizer.param_groups  # the engine has put its own parts there
+        (group,) = optimizer.param_groups  # the engine has put its own shards there
         kept["step"] = count(part.grad for part in group["params"])
 
     for part in model.parameters():
@@ -63,13 +63,10 @@ def count_gradients(model, optimizer):
 
 @record  # a rank that fails reports its traceback to torchrun
 def main(args):
-    if args.stage not in range(4):
-        common.fail(f"no --stage {args.stage}: use 0, 1, 2 or 3")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = common.pick_device(rank)
+    device = common.take_device(rank)
     backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
-    timeout = timedelta(seconds=args.timeout)  # the longest wait for a rank in a collective
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group(backend, timeout=args.timeout)
     if rank == 0:
         common.print_start(args, device)
     torch.manual_seed(args.seed)
@@ -77,15 +74,18 @@ def main(args):
     train_set, test_set = common.load_datasets(args)
     options = common.loader_options(args, device)
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    # All ranks print, each with one write (so the newline is in the text): they share a terminal.
+    print(f"rank {rank} of {world_size} | {device} | {len(sampler)} samples\n", end="", flush=True)
     batch = args.per_rank_batch
     train_loader = DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
     test_loader = DataLoader(test_shard, batch, **options)
 
-    model = common.build_model(args).to(device)
+    model = common.build_model(args).to(device)  # its first layer turns bytes into floats
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     state = common.read_checkpoint(args)
-    start_epoch = common.restore(state, args, model, optimizer)
+    start_epoch = common.resume(state, args, model, optimizer) if state else 0
+    checks.same_on_all_ranks(args, start_epoch)  # all ranks: refuses different options or epochs
     gradients = count_gradients(model, optimizer)
     plain = common.build_model(args).to(device)  # a whole one, to evaluate and to save
     momentum = torch.optim.SGD(plain.parameters(), lr=args.lr, momentum=0.9)  # its optimizer
@@ -96,12 +96,12 @@ def main(args):
     config |= {"gradient_clipping": 0.0}  # else it clips to a norm of 1
     # all ranks: takes the weights of rank 0
     model, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    folder, shape = Path(f"{args.checkpoint}.parts"), f"stage{args.stage}_ranks{world_size}"
+    folder, shape = Path(f"{args.checkpoint}.shards"), f"stage{args.stage}_ranks{world_size}"
     if state:
         tag = f"{shape}_epoch{start_epoch}"
         if not (folder / tag).is_dir():
-            common.fail(f"cannot go on without {folder / tag}: use another --checkpoint")
-        model.load_checkpoint(folder, tag)  # all ranks: each reads its own part
+            checks.fail(f"cannot resume without {folder / tag}: use another --checkpoint")
+        model.load_checkpoint(folder, tag)  # all ranks: each reads its own shard
         for group in optimizer.param_groups:
             group["lr"] = args.lr
 
@@ -129,12 +129,13 @@ def main(args):
             momentum.state[whole] = optimizer.state.get(part) or {"momentum_buffer": buffer}
         sums[2:] = common.evaluate(plain, test_loader, device)
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
-        if args.checkpoint:  # all ranks: each writes its own part
+        checks.loss_is_finite(args, epoch, sums)
+        if args.checkpoint:  # all ranks: each writes its own shard
             model.save_checkpoint(folder, f"{shape}_epoch{epoch + 1}")
         if rank == 0:
             common.save_checkpoint(args, epoch + 1, plain, momentum)
             common.log_epoch(args, epoch, sums, seconds)
-    whole = list(model.parameters())  # in name: at stage 3 they are empty, and ds_tensor is a part
+    whole = list(model.parameters())  # in name: at stage 3 they are empty, and ds_tensor is a shard
     weights = count(whole) + count(getattr(part, "ds_tensor", None) for part in whole)
     copied = count(set(optimizer.state) - set(whole))  # what the optimizer steps
     numbers = sum(count(part.values()) for part in optimizer.state.values())
@@ -145,4 +146,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(common.parse_args("torchrun", stage=2))
+    main(common.parse_args("torchrun", stage=(2, 0, 1, 3)))

@@ -27,7 +27,6 @@ What changed:               diff -U0 -w 02_torchrun.py topics/fast.py
 import os
 import sys
 import time
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -37,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
+import checks
 import common
 
 PARTS = "tf32 bf16 channels_last autotune fused prefetch bucket_view static_graph compile ddp"
@@ -52,19 +52,18 @@ def average(model):
 @record  # a rank that fails reports its traceback to torchrun
 def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = common.pick_device(rank)
+    device = common.take_device(rank)
     backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
-    timeout = timedelta(seconds=args.timeout)  # the longest wait for a rank in a collective
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group(backend, timeout=args.timeout)
     if rank == 0:
         common.print_start(args, device)
     torch.manual_seed(args.seed)
     off = set(filter(None, args.without.split(",")))
     if not off <= set(PARTS.split()):
-        common.fail(f"--without takes, between commas, names from: {PARTS}")
+        checks.fail(f"--without takes, between commas, names from: {PARTS}")
     on = {name: name not in off for name in PARTS.split()}
     if world_size > 1 and not on["ddp"]:
-        common.fail("--without ddp is for one process: several would not average gradients")
+        checks.fail("--without ddp is for one process: several would not average gradients")
     torch.set_float32_matmul_precision("high" if on["tf32"] else "highest")
     torch.backends.cudnn.allow_tf32 = on["tf32"]
     torch.backends.cudnn.benchmark = on["autotune"]
@@ -74,6 +73,8 @@ def main(args):
     if on["prefetch"]:
         options |= {"num_workers": args.num_workers or 2, "persistent_workers": True}
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    # All ranks print, each with one write (so the newline is in the text): they share a terminal.
+    print(f"rank {rank} of {world_size} | {device} | {len(sampler)} samples\n", end="", flush=True)
     batch = args.per_rank_batch
     train_loader = DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
@@ -84,7 +85,8 @@ def main(args):
     momentum, fused = 0.9, on["fused"]
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=momentum, fused=fused)
     state = common.read_checkpoint(args)
-    start_epoch = common.restore(state, args, model, optimizer)
+    start_epoch = common.resume(state, args, model, optimizer) if state else 0
+    checks.same_on_all_ranks(args, start_epoch)  # all ranks: refuses different options or epochs
     plain = model  # what is evaluated and saved: its names have no prefix
     if on["compile"]:
         model = torch.compile(model)
@@ -116,6 +118,7 @@ def main(args):
         seconds = common.seconds_since(start, device)
         sums[2:] = common.evaluate(plain, test_loader, device)
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
+        checks.loss_is_finite(args, epoch, sums)
         if rank == 0:
             common.save_checkpoint(args, epoch + 1, plain, optimizer)
             common.log_epoch(args, epoch, sums, seconds)

@@ -10,17 +10,16 @@ then the scale is there in backward and gone before the step. --precision fp32 h
 
 Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.mixed_precision
 One process:                the same with --nproc-per-node=1
-In float16, or neither:     the same with --precision fp16, or fp32, and --checkpoint ''
+In float16, or neither:     the same with --precision fp16, or fp32
 All GPUs:                   torchrun --standalone --nproc-per-node=gpu -m topics.mixed_precision \
                                 --model resnet50 --dataset fake --image-size 224
 What changed:               diff -U0 -w 02_torchrun.py topics/mixed_precision.py
-Budget: +34 -3 because precision, scaler, its state and clipping make sense only together.
+Budget: +32 -3 because precision, scaler, its state and clipping make sense only together.
 """
 
 import os
 import sys
 import time
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -31,39 +30,40 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
+import checks
 import common
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @record  # a rank that fails reports its traceback to torchrun
 def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = common.pick_device(rank)
+    device = common.take_device(rank)
     backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
-    timeout = timedelta(seconds=args.timeout)  # the longest wait for a rank in a collective
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group(backend, timeout=args.timeout)
     if rank == 0:
         common.print_start(args, device)
     torch.manual_seed(args.seed)
-    if args.precision not in DTYPES:
-        common.fail(f"no --precision {args.precision}: use {', '.join(DTYPES)}")
     if not args.clip > 0:
-        common.fail("--clip must be more than 0 (inf: no clipping)")
+        checks.fail("--clip must be more than 0 (inf: no clipping)")
     low = {"dtype": DTYPES[args.precision], "enabled": args.precision != "fp32"}
 
     train_set, test_set = common.load_datasets(args)
     options = common.loader_options(args, device)
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    # All ranks print, each with one write (so the newline is in the text): they share a terminal.
+    print(f"rank {rank} of {world_size} | {device} | {len(sampler)} samples\n", end="", flush=True)
     batch = args.per_rank_batch
     train_loader = DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
     test_loader = DataLoader(test_shard, batch, **options)
 
-    model = common.build_model(args).to(device)
+    model = common.build_model(args).to(device)  # its first layer turns bytes into floats
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     state = common.read_checkpoint(args)
-    start_epoch = common.restore(state, args, model, optimizer)
+    start_epoch = common.resume(state, args, model, optimizer) if state else 0
+    checks.same_on_all_ranks(args, start_epoch)  # all ranks: refuses different options or epochs
     # Only fp16 needs the scaler. Where it is off, it hands on what it gets.
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     if state and state["optimizer"].get("scaler"):  # all ranks; a file of 02 has none
@@ -71,8 +71,8 @@ def main(args):
     optimizer.register_state_dict_post_hook(
         lambda _, saved: saved | {"scaler": scaler.state_dict()}
     )
-    taken = []  # grows with each step that is not skipped
-    optimizer.register_step_post_hook(lambda *_: taken.append(True))
+    applied_steps = []  # grows with each step that is not skipped
+    optimizer.register_step_post_hook(lambda *_: applied_steps.append(True))
     largest = torch.zeros((), device=device)  # norm of the gradients before clipping
     model = DDP(model)  # all ranks: takes the weights of rank 0
 
@@ -101,14 +101,15 @@ def main(args):
         seconds = common.seconds_since(start, device)
         sums[2:] = common.evaluate(model.module, test_loader, device)
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
+        checks.loss_is_finite(args, epoch, sums)
         if rank == 0:
             common.save_checkpoint(args, epoch + 1, model.module, optimizer)
             common.log_epoch(args, epoch, sums, seconds)
-    steps = (args.epochs - start_epoch) * len(train_loader)
+    steps, applied = (args.epochs - start_epoch) * len(train_loader), len(applied_steps)
     memory = torch.cuda.max_memory_allocated()  # of tensors; 0 on the CPU
     print(
         f"rank {rank} | {args.precision} | loss scale {scaler.get_scale()}"
-        f" | {steps - len(taken)} of {steps} steps skipped | largest gradient norm {largest:.4f}"
+        f" | {steps - applied} of {steps} steps skipped | largest gradient norm {largest:.4f}"
         f" | peak memory {memory} bytes",
         flush=True,
     )
@@ -116,4 +117,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(common.parse_args("torchrun", precision="bf16", clip=1.0))
+    main(common.parse_args("torchrun", precision=tuple(DTYPES), clip=1.0))

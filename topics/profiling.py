@@ -5,23 +5,21 @@ communication  an all-reduce is under way; it also waits for a slower rank
 exposed        the part of it in which the device does nothing else: what the step pays for it
 idle           neither: the device waits for data, or for Python to tell it what to do
 The first steps are left out: in them memory is allocated, libraries are loaded, and DDP makes its
-buckets anew. Look at trace.RANK.json, beside --checkpoint (without one: in checkpoints/), in
-ui.perfetto.dev or chrome://tracing.
+buckets anew. Look at trace.RANK.json, in the folder --traces, in ui.perfetto.dev or
+chrome://tracing.
 
-Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.profiling \
-                                --epochs 1 --checkpoint ''
+Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.profiling --epochs 1
 One process:                the same with --nproc-per-node=1
 All GPUs:                   the same with --nproc-per-node=gpu --model resnet50 --dataset fake
 Bucket by bucket:           torchrun --standalone --nproc-per-node=2 benchmarks/overlap.py
 What changed:               diff -U0 -w 02_torchrun.py topics/profiling.py
-Budget: +43 -0 because a profile is of no use to a reader before its spans are added up.
+Budget: +44 -1 because a profile is of no use to a reader before its spans are added up.
 """
 
 import json
 import os
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -33,6 +31,7 @@ from torch.profiler import profile, schedule
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
+import checks
 import common
 from benchmarks.overlap import length
 
@@ -61,10 +60,9 @@ def add_up(trace, device):
 @record  # a rank that fails reports its traceback to torchrun
 def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = common.pick_device(rank)
+    device = common.take_device(rank)
     backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
-    timeout = timedelta(seconds=args.timeout)  # the longest wait for a rank in a collective
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group(backend, timeout=args.timeout)
     if rank == 0:
         common.print_start(args, device)
     torch.manual_seed(args.seed)
@@ -72,23 +70,26 @@ def main(args):
     train_set, test_set = common.load_datasets(args)
     options = common.loader_options(args, device)
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    # All ranks print, each with one write (so the newline is in the text): they share a terminal.
+    print(f"rank {rank} of {world_size} | {device} | {len(sampler)} samples\n", end="", flush=True)
     batch = args.per_rank_batch
     train_loader = DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
     test_loader = DataLoader(test_shard, batch, **options)
 
-    model = common.build_model(args).to(device)
+    model = common.build_model(args).to(device)  # its first layer turns bytes into floats
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     state = common.read_checkpoint(args)
-    start_epoch = common.restore(state, args, model, optimizer)
+    start_epoch = common.resume(state, args, model, optimizer) if state else 0
+    checks.same_on_all_ranks(args, start_epoch)  # all ranks: refuses different options or epochs
     model = DDP(model)  # all ranks: takes the weights of rank 0
     if len(train_loader) < sum(STEPS.values()):
-        common.fail(f"{len(train_loader)} steps an epoch are too few: use a smaller --batch-size")
+        checks.fail(f"{len(train_loader)} steps an epoch are too few: use a smaller --batch-size")
 
     def report(profiler):  # all ranks, after the last of those steps
-        file = Path(args.checkpoint or "checkpoints/x").with_name(f"trace.{rank}.json")
-        with common.writing(file):
-            file.parent.mkdir(exist_ok=True)
+        file = Path(args.traces, f"trace.{rank}.json")
+        with checks.writing(file, "--traces"):
+            file.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(file))
         whole, compute, communication, exposed = add_up(json.loads(file.read_text()), device)
         print(
@@ -123,6 +124,7 @@ def main(args):
         seconds = common.seconds_since(start, device)
         sums[2:] = common.evaluate(model.module, test_loader, device)
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
+        checks.loss_is_finite(args, epoch, sums)
         if rank == 0:
             common.save_checkpoint(args, epoch + 1, model.module, optimizer)
             common.log_epoch(args, epoch, sums, seconds)
@@ -131,4 +133,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(common.parse_args("torchrun"))
+    main(common.parse_args("torchrun", traces="checkpoints/traces"))

@@ -8,18 +8,17 @@ Running statistics are buffers. Before each forward pass DDP sends those of rank
 with --broadcast 0 it does not. With local statistics the ranks then test different models.
 
 Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.sync_batchnorm \
-                                --norm by_hand --checkpoint ''
+                                --norm by_hand
 One process:                the same with --nproc-per-node=1
 All GPUs:                   the same with --nproc-per-node=gpu --norm sync
 What changed:               diff -U0 -w 02_torchrun.py topics/sync_batchnorm.py
-Budget: +55 -2 because torch has no synced batch norm for the CPU, so it is written out.
+Budget: +53 -2 because torch has no synced batch norm for the CPU, so it is written out.
 """
 
 import inspect
 import os
 import sys
 import time
-from datetime import timedelta
 from functools import partial
 
 import torch
@@ -31,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
+import checks
 import common
 
 
@@ -78,37 +78,37 @@ def statistics(model):
 @record  # a rank that fails reports its traceback to torchrun
 def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = common.pick_device(rank)
+    device = common.take_device(rank)
     backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
-    timeout = timedelta(seconds=args.timeout)  # the longest wait for a rank in a collective
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group(backend, timeout=args.timeout)
     if rank == 0:
         common.print_start(args, device)
     torch.manual_seed(args.seed)
-    if args.norm not in NORMS:
-        common.fail(f"no --norm {args.norm}: use {', '.join(NORMS)}")
     if args.norm == "sync" and device.type == "cpu":
-        common.fail("--norm sync (SyncBatchNorm) trains on GPUs only: use by_hand or group")
+        checks.fail("--norm sync (SyncBatchNorm) trains on GPUs only: use by_hand or group")
     if args.model != "small" and args.norm not in ("local", "sync"):
-        common.fail(f"--norm {args.norm} is for --model small: use local or sync")
+        checks.fail(f"--norm {args.norm} is for --model small: use local or sync")
 
     train_set, test_set = common.load_datasets(args)
     options = common.loader_options(args, device)
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    # All ranks print, each with one write (so the newline is in the text): they share a terminal.
+    print(f"rank {rank} of {world_size} | {device} | {len(sampler)} samples\n", end="", flush=True)
     batch = args.per_rank_batch
     train_loader = DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
     test_loader = DataLoader(test_shard, batch, **options)
 
-    model = common.build_model(args).to(device)
+    model = common.build_model(args).to(device)  # its first layer turns bytes into floats
     if args.model == "small":  # which has none of its own: one after each convolution
-        model.insert(1, NORMS[args.norm](16, device=device))
-        model.insert(5, NORMS[args.norm](32, device=device))
+        model.insert(2, NORMS[args.norm](16, device=device))
+        model.insert(6, NORMS[args.norm](32, device=device))
     if args.norm == "sync":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     state = common.read_checkpoint(args)
-    start_epoch = common.restore(state, args, model, optimizer)
+    start_epoch = common.resume(state, args, model, optimizer) if state else 0
+    checks.same_on_all_ranks(args, start_epoch)  # all ranks: refuses different options or epochs
     name = "forward_sync_buffers"
     if name not in inspect.signature(DDP).parameters:
         name = "broadcast_buffers"  # its older name
@@ -133,6 +133,7 @@ def main(args):
         seconds = common.seconds_since(start, device)
         sums[2:] = common.evaluate(model.module, test_loader, device)
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
+        checks.loss_is_finite(args, epoch, sums)
         if rank == 0:
             common.save_checkpoint(args, epoch + 1, model.module, optimizer)
             common.log_epoch(args, epoch, sums, seconds)
@@ -147,4 +148,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(common.parse_args("torchrun", norm="local", broadcast=1))
+    main(common.parse_args("torchrun", norm=tuple(NORMS), broadcast=(1, 0)))

@@ -1,8 +1,8 @@
-"""Topic: the optimizer's state is dealt out, each rank holds a part; the model stays whole.
+"""Topic: the optimizer's state is sharded over the ranks; the model stays whole.
 
-ZeroRedundancyOptimizer steps only the weights of its part, and then sends them to the others. The
-numbers stay. Adam would save two numbers a weight, SGD with momentum saves one. Before saving, all
-parts come together on rank 0, so the file is like any other, and 00 can go on from it.
+ZeroRedundancyOptimizer steps only the weights of its shard, and then sends them to the others. The
+numbers stay. Adam would save two numbers a weight, SGD with momentum saves one. Before saving, rank
+0 gathers all shards, so the file is like any other, and 00 can resume from it.
 
 Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.zero_optimizer
 One process:                the same with --nproc-per-node=1
@@ -13,7 +13,6 @@ What changed:               diff -U0 -w 02_torchrun.py topics/zero_optimizer.py
 import os
 import sys
 import time
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -24,16 +23,16 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
+import checks
 import common
 
 
 @record  # a rank that fails reports its traceback to torchrun
 def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = common.pick_device(rank)
+    device = common.take_device(rank)
     backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
-    timeout = timedelta(seconds=args.timeout)  # the longest wait for a rank in a collective
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group(backend, timeout=args.timeout)
     if rank == 0:
         common.print_start(args, device)
     torch.manual_seed(args.seed)
@@ -41,16 +40,19 @@ def main(args):
     train_set, test_set = common.load_datasets(args)
     options = common.loader_options(args, device)
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    # All ranks print, each with one write (so the newline is in the text): they share a terminal.
+    print(f"rank {rank} of {world_size} | {device} | {len(sampler)} samples\n", end="", flush=True)
     batch = args.per_rank_batch
     train_loader = DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
     test_loader = DataLoader(test_shard, batch, **options)
 
-    model = common.build_model(args).to(device)
+    model = common.build_model(args).to(device)  # its first layer turns bytes into floats
     settings = {"lr": args.lr, "momentum": 0.9}
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **settings)
     state = common.read_checkpoint(args)
-    start_epoch = common.restore(state, args, model, optimizer)
+    start_epoch = common.resume(state, args, model, optimizer) if state else 0
+    checks.same_on_all_ranks(args, start_epoch)  # all ranks: refuses different options or epochs
     model = DDP(model)  # all ranks: takes the weights of rank 0
 
     for epoch in range(start_epoch, args.epochs):
@@ -72,15 +74,16 @@ def main(args):
         seconds = common.seconds_since(start, device)
         sums[2:] = common.evaluate(model.module, test_loader, device)
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
+        checks.loss_is_finite(args, epoch, sums)
         if args.checkpoint:
-            optimizer.consolidate_state_dict(to=0)  # all ranks send their parts
+            optimizer.consolidate_state_dict(to=0)  # all ranks send their shards
         if rank == 0:
             common.save_checkpoint(args, epoch + 1, model.module, optimizer)
             common.log_epoch(args, epoch, sums, seconds)
-    parts = optimizer.optim.state.values()
-    mine = sum(value.numel() for part in parts for value in part.values())
+    shards = optimizer.optim.state.values()
+    local = sum(value.numel() for shard in shards for value in shard.values())
     total = sum(weights.numel() for weights in model.parameters())
-    print(f"rank {rank} | {mine} of {total} numbers of momentum", flush=True)
+    print(f"rank {rank} | {local} of {total} numbers of momentum", flush=True)
     dist.destroy_process_group()
 
 
