@@ -4,34 +4,28 @@ DDP sends gradients in buckets while the backward pass computes, so torch.compil
 their borders. This strategy leaves the model whole and averages all gradients once a step; the
 idea is that of NequIP's SimpleDDPStrategy. But it hides no traffic behind computation, and buffers
 (batch norm's) stay each rank's own.
+Standalone (no diff to show): it is a subclass of rung 04's Classifier, and a whole strategy.
 
 Two processes on the CPU:   python -m topics.sync_once
 Cut at the buckets by DDP:  python -m topics.sync_once --strategy ddp --model wide --epochs 1
 Compiled for speed:         python -m topics.sync_once --backend inductor
-What changed:               diff -U0 -w 04_lightning.py topics/sync_once.py
-Budget: +43 -4 because it is a whole strategy.
 """
 
+import importlib
 import os
 import sys
-import time
-from datetime import timedelta
-from pathlib import Path
 
-import lightning as L
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch._dynamo import lookup_backend
 from torch._dynamo.utils import counters
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
+import checks
 import common
 
-common.set_up_lightning()  # here, not in main: what ddp_spawn starts imports this file
+rung = importlib.import_module("04_lightning")  # no name that an import statement takes
 
 
 class SyncOnce(DDPStrategy):
@@ -72,109 +66,33 @@ class SyncOnce(DDPStrategy):
 StrategyRegistry.register("sync_once", SyncOnce, override=True)
 
 
-class Classifier(L.LightningModule):
-    def __init__(self, args):
-        super().__init__()
-        self.args, self.model = args, common.build_model(args)
-        self.pieces = 0
-        # In a list, so that it is no submodule: the weights keep their names, and are there once.
-        self.compiled = [torch.compile(self.model, backend=self.count_and_compile)]
-
-    def count_and_compile(self, graph, inputs):
-        self.pieces += 1
-        return lookup_backend(self.args.backend)(graph, inputs)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.model.parameters(), lr=self.args.lr, momentum=0.9)
-
-    def train_dataloader(self):
-        args, rank, world_size = self.args, self.trainer.global_rank, self.trainer.world_size
-        train_set, test_set = common.load_datasets(args)
-        options = common.loader_options(args, self.device)
-        sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
-        batch = args.per_rank_batch
-        test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
-        self.test_loader = DataLoader(test_shard, batch, **options)
-        return DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
+class Classifier(rung.Classifier):
+    pieces = breaks = 0
 
     def on_train_start(self):
-        epoch = torch.tensor(float(self.current_epoch), device=self.device)  # read on its own disk
-        if self.trainer.strategy.reduce(epoch, reduce_op="mean") != self.current_epoch:  # all ranks
-            common.fail("the nodes' checkpoints differ: put --checkpoint on a disk that all see")
+        super().on_train_start()
         self.first_step = self.global_step  # of this run: it may have been resumed
-        if self.global_rank == 0:
-            common.print_start(self.args, self.device)
-        # Not Lightning's signal handlers: they wait for all ranks, and ask them before each batch.
-        self.trainer._signal_connector.teardown()
-        self.trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+        self.model.compile(backend=self.count_and_compile)  # in place: the weights keep their names
 
-    def on_train_epoch_start(self):  # Lightning has called sampler.set_epoch
-        self.sums = torch.zeros(4, device=self.device)  # loss, samples, correct, tested
-        self.start = time.perf_counter()
-        self.model.train()
+    def count_and_compile(self, graph, inputs):
+        self.pieces += self.training  # evaluation has graphs of its own
+        return lookup_backend(self.args.backend)(graph, inputs)
 
-    def training_step(self, batch, batch_index):  # Lightning does the rest of the step
-        images, labels = batch
-        loss = F.cross_entropy(self.compiled[0](images), labels)
-        self.sums[0] += loss.detach() * len(labels)
-        self.sums[1] += len(labels)
-        return loss
+    def on_validation_start(self):
+        super().on_validation_start()
+        self.breaks = sum(counters["graph_break"].values())
 
     def on_train_epoch_end(self):
-        args, epoch, strategy = self.args, self.current_epoch, self.trainer.strategy
-        seconds = common.seconds_since(self.start, self.device)
-        pieces, breaks = self.pieces, sum(counters["graph_break"].values())
-        # All ranks: with fsdp each holds a share of weights and momentum, and gathers the whole.
-        momentum = strategy.optimizer_state(self.optimizers().optimizer)
-        with FSDP.summon_full_params(self.trainer.model, writeback=False):
-            # Not Lightning's validation loop: it runs through DDP, which needs as many batches on
-            # each rank, so its sampler repeats samples to fill up. Here each sample counts once.
-            self.sums[2:] = common.evaluate(self.model, self.test_loader, self.device)
-            sums = strategy.reduce(self.sums, reduce_op="sum")  # all ranks call this
-            if self.global_rank == 0:
-                optimizer = self.configure_optimizers()  # a plain one, for the whole weights
-                if "deepspeed" not in args.strategy:  # its momentum is in Lightning's file only
-                    optimizer.load_state_dict(momentum)
-                common.save_checkpoint(args, epoch + 1, self.model, optimizer)
-                common.log_epoch(args, epoch, sums, seconds)
-                sent = f"{getattr(strategy, 'all_reduces', 'uncounted')} all-reduces of gradients"
-                steps = f"in {self.global_step - self.first_step} steps"
-                print(f"{sent} {steps} | {pieces} compiled pieces, {breaks} graph breaks")
-
-
-def main(args):
-    torch.manual_seed(args.seed)
-    state = common.read_checkpoint(args)
-    common.check(state, args)
-    if state and state["epochs"] >= args.epochs:
-        return
-    path = Path(args.checkpoint or "unused").with_suffix(".ckpt")  # Lightning's own, to resume from
-    if state and not path.exists():
-        common.fail(f"Lightning needs {path} to go on: is {args.checkpoint} of another rung?")
-    own = L.pytorch.callbacks.ModelCheckpoint(path.parent, path.stem, enable_version_counter=False)
-    kind = L.pytorch.strategies.StrategyRegistry[args.strategy]
-    trainer = L.Trainer(
-        accelerator="gpu" if common.gpu_count() else "cpu",
-        devices=args.devices,
-        num_nodes=args.num_nodes,
-        strategy=kind["strategy"](timeout=timedelta(seconds=args.timeout), **kind["init_params"]),
-        precision=args.precision,
-        max_epochs=args.epochs,
-        use_distributed_sampler=False,  # we bring our own
-        callbacks=[own] if args.checkpoint else [],
-        enable_checkpointing=bool(args.checkpoint),
-        enable_progress_bar=sys.stderr.isatty(),
-        enable_model_summary=False,
-        logger=False,
-    )
-    trainer.fit(Classifier(args), ckpt_path=path if state else None)
+        super().on_train_epoch_end()
+        if self.global_rank == 0:
+            all_reduces = getattr(self.trainer.strategy, "all_reduces", "uncounted")
+            sent = f"{all_reduces} all-reduces of gradients"
+            steps = f"in {self.global_step - self.first_step} steps"
+            print(f"{sent} {steps} | {self.pieces} compiled pieces, {self.breaks} graph breaks")
 
 
 if __name__ == "__main__":
-    # torchrun or srun may have started the processes: then there are as many as there are.
-    started = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE")
-    devices = int(started or common.gpu_count() or 2)
-    nodes = int(os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("SLURM_NNODES") or 1)
-    options = {"devices": devices, "num_nodes": nodes, "strategy": "sync_once"}
-    options |= {"precision": "32-true", "backend": "aot_eager"}
-    main(common.parse_args("lightning", **options))
+    options = checks.lightning_options()
+    options["strategy"] = ("sync_once", *options["strategy"])
+    args = common.parse_args("lightning", **options, backend="aot_eager")
+    rung.main(args, module=Classifier)
