@@ -171,6 +171,9 @@ def _check_launch(launcher: str, args: Namespace) -> None:
         low = args.batch_size - rest
         sizes = f"{low} or {low + args.world_size}" if low else f"{args.world_size}"
         fail(f"--batch-size {args.batch_size} does not split into {args.world_size}: use {sizes}")
+    tested = -(-args.train_size // 4) if args.dataset.startswith("fake") else args.world_size
+    if launcher == "lightning" and tested < args.world_size:  # whose loop skips a rank without one
+        fail(f"--dataset {args.dataset} tests {tested} images: too few for {args.world_size} ranks")
 
 
 def _slurm_step() -> tuple[int, int]:
@@ -392,6 +395,14 @@ def ignore_signals(worker: int) -> None:
 
 # ---- Lightning -----------------------------------------------------------------------------------
 
+# No notes on how it starts. At import, not in a function: what ddp_spawn starts imports this too.
+for name in ("pytorch.utilities.rank_zero", "fabric.utilities.rank_zero"):
+    logging.getLogger(f"lightning.{name}").setLevel(logging.WARNING)
+logging.getLogger("lightning.fabric.utilities.distributed").setLevel(logging.WARNING)
+for text in ("`isinstance.treespec", "The `srun` command", "Checkpoint directory .* not empty"):
+    warnings.filterwarnings("ignore", text)
+warnings.filterwarnings("ignore", ".* does not have many workers")
+
 
 def lightning_options() -> dict:
     """Return the options of 04 for parse_args.
@@ -410,11 +421,6 @@ def lightning_options() -> dict:
 
 def lightning_epochs(args: Namespace) -> int:
     """Return the epochs behind Lightning's own checkpoint file; refuse one that does not fit."""
-    for name in ("lightning.pytorch", "lightning.fabric"):  # no notes on how it starts
-        logging.getLogger(name).setLevel(logging.WARNING)
-    notes = ("`isinstance.treespec", "The `srun` command", "Checkpoint directory .* not empty")
-    for text in (*notes, ".* does not have many workers"):
-        warnings.filterwarnings("ignore", text)
     if not args.checkpoint or not os.path.lexists(args.checkpoint):
         return 0
     if os.path.isdir(args.checkpoint):  # DeepSpeed's: Lightning itself reads it
