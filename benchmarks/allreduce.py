@@ -44,7 +44,7 @@ def main() -> None:
     if "RANK" not in os.environ:
         parser.error("start it with: torchrun --standalone --nproc-per-node=2 " + sys.argv[0])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = common.pick_device(int(os.environ["LOCAL_RANK"]))
+    device = common.take_device(int(os.environ["LOCAL_RANK"]))
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=120))
     size = args.smallest

@@ -39,7 +39,7 @@ def main() -> None:
                 with tempfile.TemporaryDirectory() as folder:
                     options = [f"--batch-size={factor * BASE}", f"--rule={rule}", f"--lr={LR}"]
                     options += [f"--epochs={args.epochs}", f"--warmup-epochs={args.warmup_epochs}"]
-                    options += [f"--base-batch={BASE}", f"--seed={seed}", "--checkpoint="]
+                    options += [f"--base-batch={BASE}", f"--seed={seed}"]
                     command = tour.commands("topics/lr_scaling.py", args.processes, 1)[0]
                     log = Path(folder, "log")
                     env = {"OMP_NUM_THREADS": "1", "NVIDIA_TF32_OVERRIDE": "0"}

@@ -26,7 +26,7 @@ import common  # noqa: E402
 
 def rung_speed(args: argparse.Namespace) -> list[float]:
     """Return the samples/s of each epoch of 00 but the first, which warms up."""
-    options = ["--dataset", f"fake:{args.images}", "--model", args.model, "--checkpoint", ""]
+    options = ["--dataset", f"fake:{args.images}", "--model", args.model]
     options += ["--image-size", args.image_size, "--batch-size", args.batch_size]
     options += ["--num-workers", args.num_workers, "--epochs", args.windows + 1]
     with tempfile.TemporaryDirectory() as folder:
@@ -38,7 +38,7 @@ def rung_speed(args: argparse.Namespace) -> list[float]:
 
 def resident_speed(args: argparse.Namespace) -> list[float]:
     """Return the samples/s of the same step, window by window, on a batch that never moves."""
-    device = common.pick_device()
+    device = common.take_device()
     args.dataset, args.channels, args.train_size = "fake", 3, args.batch_size
     images, labels = (tensor.to(device) for tensor in common.load_datasets(args)[0].tensors)
     model = common.build_model(args).to(device).train()

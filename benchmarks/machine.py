@@ -29,12 +29,14 @@ def describe() -> dict:
         cpu = cpuinfo.split("model name", 1)[1].split(":", 1)[1].split("\n", 1)[0].strip()
     except (OSError, IndexError):
         cpu = platform.processor() or platform.machine()
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux
+    cores = len(affinity(0)) if affinity else os.cpu_count()
     commit = os.environ.get("GIT_COMMIT") or git("rev-parse", "--short", "HEAD")
     if "GIT_COMMIT" not in os.environ and git("status", "--porcelain", "-uno", *CODE):
         commit += "-dirty"  # other code than that of the commit was measured
     return {
         "cpu": cpu,
-        "cores": os.cpu_count(),
+        "cores": cores,  # that this process may use
         "gpus": len(names),
         "gpu": names[0] if names else None,
         "torch": torch.__version__,

@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--image-size", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--precision", default="fp32", choices=["fp32", "tf32", "bf16"])
-    parser.add_argument("--bucket-mb", type=float, default=25, help="DDP's default is 25")
+    parser.add_argument("--bucket-mb", type=float, help="default: DDP's, 1 for the first, then 25")
     parser.add_argument("--steps", type=int, default=5, help="measured, after 5 to warm up")
     parser.add_argument("--trace", type=Path, help="keep the Chrome trace of the last step here")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "overlap.jsonl")
@@ -86,7 +86,7 @@ def main() -> None:
     if "RANK" not in os.environ:
         parser.error("start it with: torchrun --standalone --nproc-per-node=2 " + sys.argv[0])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = common.pick_device(int(os.environ["LOCAL_RANK"]))
+    device = common.take_device(int(os.environ["LOCAL_RANK"]))
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=120))
     on_gpu, clock = device.type == "cuda", time.perf_counter

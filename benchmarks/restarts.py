@@ -27,7 +27,7 @@ import common  # noqa: E402
 
 
 def crash(processes: int, setting: int, timeout: float) -> dict:
-    """Run it once; return what is seen of the kill and of the life after it."""
+    """Run it once; return what is seen of the kill and of the restart."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={processes}", "--max-restarts=3", "-m", "topics.crash"]

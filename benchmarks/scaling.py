@@ -9,13 +9,14 @@ weak:   --batch-size is each rank's batch. Every rank does the same work at ever
 strong: --batch-size is the effective batch. All ranks together do the same work.
 
 An epoch is a window: the first warms up, and the median of the others counts. Each measurement
-adds a row to --csv at once, so Ctrl-C keeps what was measured.
+adds a row to --csv at once, so Ctrl-C keeps what was measured. observer/ watches the ranks.
 """
 
 import argparse
 import csv
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -31,6 +32,7 @@ import tour  # noqa: E402
 
 import common  # noqa: E402
 
+OBSERVER = ROOT / "benchmarks" / "observer"
 RUNGS = [path.name for path in sorted(ROOT.glob("0*.py"))]
 PRECISIONS = {  # by the environment, so that the scripts stay as they are
     "fp32": {"NVIDIA_TF32_OVERRIDE": "0"},
@@ -64,15 +66,21 @@ def measure(work: dict, windows: int, extra: list[str], timeout: float = 600) ->
 
     work: script, mode, devices, model, image_size, batch_size (as in the header), images (a rank's
     in weak scaling, else all ranks'), precision, threads (of each process), num_workers.
+    extra: options of the script; NAME=VALUE goes to its environment, as in a shell.
     """
     devices, grow = work["devices"], work["devices"] if work["mode"] == "weak" else 1
     with tempfile.TemporaryDirectory() as folder:
         options = [f"--dataset=fake:{work['images'] * grow}", f"--model={work['model']}"]
         options += [f"--image-size={work['image_size']}", f"--epochs={windows + 1}"]
-        options += [f"--batch-size={work['batch_size'] * grow}", "--checkpoint="]
-        options += [f"--num-workers={work['num_workers']}", f"--log-json={folder}/log"]
-        options += ["--lr=1e-4", *extra]  # speed does not depend on it, and no number overflows
-        env = {"RANK_LOG": folder, "OMP_NUM_THREADS": str(work["threads"])}
+        options += [f"--batch-size={work['batch_size'] * grow}", f"--log-json={folder}/log"]
+        options += [f"--num-workers={work['num_workers']}"]
+        options += ["--lr=1e-4"]  # speed does not depend on it, and no number overflows
+        set_there = [word for word in extra if re.match(r"\w+=", word)]
+        options += [word for word in extra if word not in set_there]
+        env = {"OBSERVE": folder, "OMP_NUM_THREADS": str(work["threads"])}
+        path = os.environ.get("PYTHONPATH")
+        env["PYTHONPATH"] = f"{OBSERVER}{os.pathsep}{path}" if path else str(OBSERVER)
+        env |= dict(word.split("=", 1) for word in set_there)
         env |= PRECISIONS.get(work["precision"], {})
         if common.gpu_count():
             visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(devices)))
@@ -86,14 +94,15 @@ def measure(work: dict, windows: int, extra: list[str], timeout: float = 600) ->
             [json.loads(line) for line in path.read_text().splitlines()]
             for path in sorted(Path(folder).glob("*.jsonl"))  # rank 0 first
         ]
-    epochs = sum(entry["seconds"] for entry in ranks[0])
+    if not ranks:
+        return "no rank was observed: it does not call common.seconds_since"
+    backend, epochs = ranks[0][0]["backend"], sum(entry["seconds"] for entry in ranks[0])
     # In the first one: later a peak may be that of an evaluation, or of what a topic proves.
     memory = max(entries[0]["peak_memory"] for entries in ranks)
     ranks = [entries[1:] for entries in ranks]
     speeds = [entry["samples_per_second"] for entry in log]
-    spread = [
-        max(s) / min(s) for s in zip(*([e["seconds"] for e in r] for r in ranks), strict=True)
-    ]
+    before = zip(*([entry["before_backward"] for entry in rank] for rank in ranks), strict=True)
+    spread = [max(seconds) / min(seconds) for seconds in before if min(seconds) > 0]
     first = log[0]
     return {
         **{name: work[name] for name in ("script", "mode", "devices", "model", "image_size")},
@@ -107,12 +116,13 @@ def measure(work: dict, windows: int, extra: list[str], timeout: float = 600) ->
         "samples_per_second": round(statistics.median(speeds), 2),
         "min": round(min(speeds), 2),
         "max": round(max(speeds), 2),
-        "straggler_ratio": round(statistics.median(spread), 4),
+        "straggler_ratio": None,  # of old rows: of whole epochs, in which ranks wait for each other
+        "before_backward_ratio": round(statistics.median(spread), 4) if spread else None,
         "peak_memory_mb": round(memory / 2**20),
         # All but the training: to start, to evaluate, to end.
         "overhead_seconds": round(wall - epochs, 1),
-        "device": first["device"],
-        "backend": first["backend"],
+        "device": first["device"].partition(":")[0],
+        "backend": backend,
         **machine.describe(),
     }
 
@@ -181,7 +191,7 @@ def parser() -> argparse.ArgumentParser:
     add("--threads", type=int, nargs="+", default=[1], help="of each process")
     add("--num-workers", type=int, default=0)
     add("--windows", type=int, default=5, help="measured, after one to warm up")
-    add("--extra", action="append", default=[], help="one option more for the scripts")
+    add("--extra", action="append", default=[], help="one option more, or NAME=VALUE")
     add("--timeout", type=float, default=900, help="seconds for one row")
     return made
 

@@ -20,15 +20,15 @@ import scaling  # noqa: E402
 
 import common  # noqa: E402
 
-# script, its options, and the device that it is for (None: any)
+# script, its options and environment, and the device that it is for (None: any)
 WAYS = [
     ("02_torchrun.py", "", None),
     ("topics/ddp_by_hand.py", "", None),
     ("topics/gradient_accumulation.py", "", None),
-    ("topics/ddp_tuning.py", "--way=bucket_view", None),
-    ("topics/ddp_tuning.py", "--way=bf16", None),
-    ("topics/ddp_tuning.py", "--way=powersgd", None),
-    ("topics/ddp_tuning.py", "--way=local_sgd", None),
+    ("topics/ddp_tuning.py", "--variant=bucket_view", None),
+    ("topics/ddp_tuning.py", "--variant=bf16", None),
+    ("topics/ddp_tuning.py", "--variant=powersgd", None),
+    ("topics/ddp_tuning.py", "--variant=local_sgd", None),
     ("topics/mixed_precision.py", "--precision=bf16", None),
     ("topics/mixed_precision.py", "--precision=fp16", "cuda"),
     ("topics/zero_optimizer.py", "", None),
@@ -36,13 +36,14 @@ WAYS = [
     ("topics/deepspeed_zero.py", "--stage=1", None),
     ("topics/deepspeed_zero.py", "--stage=3", None),
     ("04_lightning.py", "--strategy=ddp", None),
+    ("04_lightning.py", "SIGTERM_BROADCAST=off --strategy=ddp", None),  # see observer/
     ("04_lightning.py", "--strategy=ddp_spawn", None),
     ("04_lightning.py", "--strategy=ddp_fork", None),
-    ("04_lightning.py", "--strategy=sync_once", None),
+    ("topics/sync_once.py", "--backend=eager", None),
     ("04_lightning.py", "--strategy=fsdp", "cuda"),
     ("04_lightning.py", "--strategy=deepspeed_stage_2", "cuda"),
     ("topics/sync_once.py", "--strategy=ddp --backend=inductor", "cuda"),
-    ("topics/sync_once.py", "--strategy=sync_once --backend=inductor", "cuda"),
+    ("topics/sync_once.py", "--backend=inductor", "cuda"),
     ("topics/compile.py", "--order=inside", "cuda"),
     ("topics/compile.py", "--order=outside", "cuda"),
     ("topics/compile.py", "--order=once", "cuda"),

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 import machine  # noqa: E402
 
+import checks  # noqa: E402
 import common  # noqa: E402
 import pairs  # noqa: E402
 
@@ -37,7 +38,7 @@ def commands(rung: str, processes: int, nodes: int) -> list[list[str]]:
     if rung.startswith("02"):
         return [[*torchrun, "--standalone", f"--nproc-per-node={processes}", rung]]
     if rung.startswith("03"):
-        address = f"127.0.0.1:{common.free_port()}"
+        address = f"127.0.0.1:{checks.free_port()}"
         torchrun += [f"--nnodes={nodes}", f"--nproc-per-node={processes // nodes}"]
         torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}"]
         return [[*torchrun, rung] for _ in range(nodes)]
@@ -79,7 +80,7 @@ def run(rung: str, processes: int, options: list[str]) -> tuple[list[dict], floa
     gpus = common.gpu_count()
     with tempfile.TemporaryDirectory() as folder:
         log, out = Path(folder) / "log", Path(folder) / "out"
-        options = [*options, "--checkpoint=", f"--log-json={log}"]
+        options = [*options, f"--log-json={log}"]
         start, started = time.perf_counter(), []
         with out.open("w") as file:
             for node, command in enumerate(commands(rung, processes, nodes)):
