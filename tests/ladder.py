@@ -22,6 +22,7 @@ import torch._dynamo  # noqa: F401
 import torch.multiprocessing as mp
 import torchvision  # noqa: F401
 
+import checks
 import common
 from benchmarks.tour import stop
 
@@ -82,6 +83,7 @@ def _child(source: str, path: Path, argv: list[str], env: dict, folder: Path, be
     os.environ.update(environ | env | {"OMP_NUM_THREADS": "1"})
     os.chdir(folder)
     sys.argv = [str(path), *argv]
+    sys.path.insert(0, str(ROOT))  # topics import 04 from there
 
     models, build_model = [], common.build_model
     common.build_model = lambda args: models.append(build_model(args)) or models[-1]
@@ -124,11 +126,12 @@ def fork(
     edit: Callable[[str], str] | None = None,
     before: Callable[[], None] | None = None,
     env: dict[str, str] | None = None,
+    rank_argv: dict[int, list[str]] | None = None,
 ) -> Result:
-    """Run a rung at this world size.
+    """Run a rung at this world size. Its checkpoint and log are in folder (default: a new one).
 
-    edit: what to change in the file's text; before: what to call in each process before it starts.
-    Everything is written in folder (default: a new one).
+    edit: what to change in the file's text; before: what to call in each process before it starts;
+    rank_argv: options of some ranks only.
     """
     folder = Path(folder or tempfile.mkdtemp(prefix=f"{rung[:2]}-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -142,14 +145,15 @@ def fork(
     by_torchrun = rung.startswith(("02", "03", "04", "topics")) and not spawns
     if spawns:
         argv.insert(0, f"--nproc={world_size}")
-    port, pids = common.free_port(), []
+    port, pids = checks.free_port(), []
     for rank in range(world_size if by_torchrun else 1):
         rank_env = launcher_env(rank, world_size, port) if by_torchrun else {}
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
-                code = _child(source, path, argv, rank_env | (env or {}), folder, before)
+                words = [*argv, *(rank_argv or {}).get(rank, [])]
+                code = _child(source, path, words, rank_env | (env or {}), folder, before)
             finally:
                 os._exit(code)
         pids.append(pid)
