@@ -118,7 +118,7 @@ def test_zero_optimizer(reference, tmp_path):
     }
     assert len(held) == 2 and sum(mine for mine, _ in held.values()) == held["0"][1]
     assert all(0 < mine < total for mine, total in held.values())
-    # 00 goes on from its checkpoint as from 02's.
+    # 00 resumes from its checkpoint as from 02's.
     ends = []
     for path in (done.checkpoint, reference.checkpoint):
         folder = tmp_path / path.parent.name
@@ -193,7 +193,7 @@ def test_compile(order, reference):
 
 
 def test_fsdp(reference, tmp_path):
-    """Half of the weights a rank; a checkpoint of two ranks goes on in one, with 02's numbers."""
+    """Half of the weights a rank; one rank resumes from two ranks' checkpoint, with 02's numbers."""
     folder = tmp_path / "run"
     done = topic("fsdp", 2, *TWO, folder=folder)
     for ours, theirs in zip(done.epochs, reference.epochs, strict=True):
@@ -209,19 +209,20 @@ def test_fsdp(reference, tmp_path):
     whole = fork("02_torchrun.py", 2, "--epochs=3")
     assert [entry["epoch"] for entry in alone.epochs] == [1, 2, 3]
     assert alone.epochs[-1]["train_loss"] == pytest.approx(whole.epochs[-1]["train_loss"], abs=5e-5)
-    bf16 = topic("fsdp", 2, "--epochs=1", "--compute=bfloat16")
+    bf16 = topic("fsdp", 2, "--epochs=1", "--param-dtype=bfloat16")
     assert bf16.epochs[0]["train_loss"] == pytest.approx(reference.epochs[0]["train_loss"], rel=0.1)
 
     for wrong, line in {
         "--seed=1": "was made with --seed 0",
-        "--compute=no": "no --compute",
+        f"--checkpoint={reference.checkpoint}": "is one file, and not",  # 02's
+        "--param-dtype=no": "--param-dtype: invalid choice: 'no'",
     }.items():
         refused = fork("topics/fsdp.py", 1, wrong, folder=folder)
         assert refused.codes == [2] and line in refused.err and "Traceback" not in refused.err
 
 
 def test_fsdp_is_killed_while_it_saves(tmp_path):
-    """The folder of the epoch before is whole, and the next run goes on from it."""
+    """The folder of the epoch before is whole, and the next run resumes from it."""
 
     def before():
         def half(writer, plan, planner):

@@ -4,7 +4,7 @@ Stage 0 shards nothing, 1 the momentum, 2 the gradients too, 3 the weights too; 
 those of 02. From stage 1 on, a rank also steps a copy of its shard of the weights, even in fp32.
 --checkpoint FILE is one that 00 to 03 read, and FILE.shards a folder beside it, from which a run of
 the same stage and number of ranks resumes. Needs: pip install deepspeed
-Budget: +59 -7 because sharded state is counted, gathered for test and file, and saved in shards.
+Budget: +61 -7 because sharded state is counted, gathered for test and file, and saved in shards.
 Step: model.backward and model.step because that is where the engine shards and gathers.
 
 Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.deepspeed_zero
@@ -17,6 +17,7 @@ What changed:               diff -U0 -w 02_torchrun.py topics/deepspeed_zero.py
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -37,6 +38,8 @@ except ImportError:
     checks.fail("needs deepspeed: pip install deepspeed")
 # Compile no extension: the one for collectives on the CPU takes a minute, and Gloo will do.
 deepspeed.ops.__compatible_ops__ = {}
+# DeepSpeed calls torch.distributed by older names, thousands of times.
+warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)
 
 
 def count(tensors):
