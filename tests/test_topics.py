@@ -193,7 +193,7 @@ def test_compile(order, reference):
 
 
 def test_fsdp(reference, tmp_path):
-    """Half of the weights a rank; one rank resumes from two ranks' checkpoint, with 02's numbers."""
+    """Half of the weights a rank; one rank resumes from two ranks' file, with 02's numbers."""
     folder = tmp_path / "run"
     done = topic("fsdp", 2, *TWO, folder=folder)
     for ours, theirs in zip(done.epochs, reference.epochs, strict=True):

@@ -144,7 +144,7 @@ def main(args):
     numbers = sum(count(part.values()) for part in optimizer.state.values())
     line = f"rank {rank} | stage {args.stage} | momentum {numbers} | gradients {gradients['most']}"
     line += f", for the step {gradients['step']} | weights {weights}, copy {copied}"
-    print(f"{line} | of {count(plain.parameters())}", flush=True)
+    print(f"{line} | of {count(plain.parameters())}\n", end="", flush=True)
     dist.destroy_process_group()
 
 

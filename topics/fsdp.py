@@ -121,7 +121,7 @@ def main(args):
             common.log_epoch(args, epoch, sums, seconds)
     local = sum(part.to_local().numel() for part in model.parameters())
     total = sum(part.numel() for part in plain.parameters())
-    print(f"rank {rank} | {local} of {total} weights", flush=True)
+    print(f"rank {rank} | {local} of {total} weights\n", end="", flush=True)
     dist.destroy_process_group()
 
 

@@ -14,7 +14,7 @@ In float16, or neither:     the same with --precision fp16, or fp32
 All GPUs:                   torchrun --standalone --nproc-per-node=gpu -m topics.mixed_precision \
                                 --model resnet50 --dataset fake --image-size 224
 What changed:               diff -U0 -w 02_torchrun.py topics/mixed_precision.py
-Budget: +32 -3 because precision, scaler, its state and clipping make sense only together.
+Budget: +33 -3 because precision, scaler, its state and clipping make sense only together.
 """
 
 import os
@@ -110,7 +110,8 @@ def main(args):
     print(
         f"rank {rank} | {args.precision} | loss scale {scaler.get_scale()}"
         f" | {steps - applied} of {steps} steps skipped | largest gradient norm {largest:.4f}"
-        f" | peak memory {memory} bytes",
+        f" | peak memory {memory} bytes\n",
+        end="",
         flush=True,
     )
     dist.destroy_process_group()

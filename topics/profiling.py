@@ -13,7 +13,7 @@ One process:                the same with --nproc-per-node=1
 All GPUs:                   the same with --nproc-per-node=gpu --model resnet50 --dataset fake
 Bucket by bucket:           torchrun --standalone --nproc-per-node=2 benchmarks/overlap.py
 What changed:               diff -U0 -w 02_torchrun.py topics/profiling.py
-Budget: +44 -1 because a profile is of no use to a reader before its spans are added up.
+Budget: +45 -1 because a profile is of no use to a reader before its spans are added up.
 """
 
 import json
@@ -94,7 +94,8 @@ def main(args):
         whole, compute, communication, exposed = add_up(json.loads(file.read_text()), device)
         print(
             f"rank {rank} | a step {whole:.3f} ms | compute {compute:.3f} | communication"
-            f" {communication:.3f}, exposed {exposed:.3f} | idle {whole - compute - exposed:.3f}",
+            f" {communication:.3f}, exposed {exposed:.3f} | idle {whole - compute - exposed:.3f}\n",
+            end="",
             flush=True,
         )
         if rank == 0:

@@ -143,7 +143,7 @@ def main(args):
     words = (
         f"running statistics {before:.6f}, after one more forward {statistics(model.module):.6f}"
     )
-    print(f"rank {rank} | {args.norm} | {words}", flush=True)
+    print(f"rank {rank} | {args.norm} | {words}\n", end="", flush=True)
     dist.destroy_process_group()
 
 

@@ -83,7 +83,7 @@ def main(args):
     shards = optimizer.optim.state.values()
     local = sum(value.numel() for shard in shards for value in shard.values())
     total = sum(weights.numel() for weights in model.parameters())
-    print(f"rank {rank} | {local} of {total} numbers of momentum", flush=True)
+    print(f"rank {rank} | {local} of {total} numbers of momentum\n", end="", flush=True)
     dist.destroy_process_group()
 
 
