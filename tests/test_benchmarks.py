@@ -174,7 +174,7 @@ def test_a_straggler_shows(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("setting, module", [("", "lightning.pytorch"), ("off", "sitecustomize")])
 def test_lightnings_sigterm_broadcast_can_be_measured(setting, module):
-    """Its name is private: this fails where Lightning has another, and nothing would be measured."""
+    """Its name is private: where Lightning has another one, nothing would be measured."""
     find = "import inspect; "
     find += "from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as loop; "
     find += "assert 'self._broadcast_sigterm_tensor()' in inspect.getsource(loop.advance); "
