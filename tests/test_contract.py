@@ -26,20 +26,20 @@ def run(rung: str, world_size: int, *options: str, dtype: torch.dtype = torch.fl
 def assert_same(result: Result, reference: Result, dtype: torch.dtype = torch.float32) -> None:
     """The contract between a run and the run of 00 with the same command line."""
     assert len(result.epochs) == len(reference.epochs) > 0
-    for mine, other in zip(result.epochs, reference.epochs, strict=True):
-        assert abs(mine["train_loss"] - other["train_loss"]) < LOSS
-        assert mine["test_accuracy"] == other["test_accuracy"]
-        assert mine["test_samples"] == other["test_samples"]
+    for entry, other in zip(result.epochs, reference.epochs, strict=True):
+        assert abs(entry["train_loss"] - other["train_loss"]) < LOSS
+        assert entry["test_accuracy"] == other["test_accuracy"]
+        assert entry["test_samples"] == other["test_samples"]
     assert len({entry["train_loss"] for entry in reference.epochs}) == len(reference.epochs)
     for weights in result.weights:
         assert_weights(weights, reference.weights[0], WEIGHTS[dtype])
         assert_weights(weights, result.weights[0], 0)  # the replicas are equal bit for bit
 
 
-def assert_weights(mine: dict, other: dict, tolerance: float) -> None:
-    assert list(mine) == list(other)
-    for name in mine:
-        assert (mine[name].cpu() - other[name].cpu()).abs().max() <= tolerance, name
+def assert_weights(weights: dict, other: dict, tolerance: float) -> None:
+    assert list(weights) == list(other)
+    for name in weights:
+        assert (weights[name].cpu() - other[name].cpu()).abs().max() <= tolerance, name
 
 
 @pytest.mark.parametrize("seed", [0, 1])

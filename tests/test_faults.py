@@ -19,6 +19,7 @@ import torch
 from test_contract import LOSS, assert_weights, run
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+import checks
 import common
 from ladder import ROOT, TORCHRUN, fork, without_launcher
 
@@ -134,8 +135,8 @@ SMALL = ["--dataset=fake:960", "--image-size=16", "--epochs=12", "--lr=0.01"]
 
 
 def work_until_killed(folder: str, victim: int, after_epochs: int, then: float) -> None:
-    """A rank of 02, in a forked worker of torchrun's agent. In its first life the victim is killed
-    that many seconds after that many epochs, whatever it is doing then."""
+    """A rank of 02, in a forked worker of torchrun's agent. Before any restart the victim is
+    killed that many seconds after that many epochs, whatever it is doing then."""
     out = os.open(f"{folder}/out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -221,8 +222,8 @@ def test_20_kills_at_random_moments(tmp_path):
     assert killed >= 15, "most runs ended before the kill"
 
 
-def test_an_elastic_job_goes_on_with_fewer_ranks(start, tmp_path):
-    port = common.free_port()
+def test_an_elastic_job_resumes_with_fewer_ranks(start, tmp_path):
+    port = checks.free_port()
     options = ["--epochs=5", f"--checkpoint={tmp_path}/elastic.pt", f"--log-json={tmp_path}/log"]
     command = [*TORCHRUN, "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=elastic"]
@@ -241,8 +242,8 @@ def test_an_elastic_job_goes_on_with_fewer_ranks(start, tmp_path):
     entries = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert [entry["epoch"] for entry in entries] == [1, 2, 3, 4, 5]
     assert {entry["world_size"] for entry in entries} == {1, 2}
-    for mine, reference in zip(entries, run("00_single_gpu.py", 1).epochs, strict=True):
-        assert abs(mine["train_loss"] - reference["train_loss"]) < LOSS
+    for entry, reference in zip(entries, run("00_single_gpu.py", 1).epochs, strict=True):
+        assert abs(entry["train_loss"] - reference["train_loss"]) < LOSS
 
 
 # ---- a kill while saving -------------------------------------------------------------------------
@@ -264,8 +265,8 @@ def save_for_ever(args) -> None:
 
 
 def test_50_kills_while_saving(tmp_path, capsys):
-    args = SimpleNamespace(checkpoint=str(tmp_path / "x.pt"))
-    for name in common.SETTINGS:
+    args = SimpleNamespace(checkpoint=str(tmp_path / "x.pt"), epochs=10**9)
+    for name in checks.RESUME_KEYS:
         setattr(args, name, 1)
     saved, previous = Path(f"{args.checkpoint}.saved"), 0
     for _ in range(50):
@@ -283,7 +284,9 @@ def test_50_kills_while_saving(tmp_path, capsys):
         assert state["epochs"] >= int(saved.read_text() or previous) > previous - 1
         previous = state["epochs"]
         saved.write_text(str(previous))
-    assert "torn" not in capsys.readouterr().err
+        left = {path.name for path in tmp_path.iterdir()}  # of all kills together
+        assert left <= {"x.pt", "x.pt.tmp", "x.pt.saved"}
+    assert not capsys.readouterr().err
 
 
 # ---- no leftovers --------------------------------------------------------------------------------
@@ -317,6 +320,21 @@ def test_nothing_is_left(launcher, way, start):
     else:
         os.kill(max(set(job.processes()) - {launcher_pid}), signal.SIGKILL)
     assert job.end(LEFT) != 0, job.text
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
+@pytest.mark.parametrize("by", ["a terminal", "a script's &"])
+def test_a_signal_to_the_parent_of_01_alone_ends_all_ranks(by, number, start):
+    """As from a batch system or `kill PID`. What a script starts with & ignores SIGINT at first."""
+    command = [*LAUNCH["01"], "--epochs=1000"]
+    if by != "a terminal":
+        command = ["sh", "-c", '"$@" & echo its pid is $!; wait $!', "sh", *command]
+    job = start(*command)
+    job.until_it_says(r"epoch 1/1000")
+    pid = job.process.pid if by == "a terminal" else int(job.until_it_says(r"its pid is (\d+)")[1])
+    os.kill(pid, number)
+    assert job.end(LEFT) == 128 + number, job.text
+    assert f"ended by {number.name}" in job.text and "Traceback" not in job.text
 
 
 def test_an_orphan_of_a_killed_torchrun_is_found_by_the_command_in_the_text(start):

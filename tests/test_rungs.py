@@ -1,19 +1,24 @@
 """What every rung does beside the numbers: resume, odd data sets, wrong uses, its own launcher."""
 
 import ast
+import errno
 import functools
 import gzip
 import http.server
 import json
+import math
 import os
+import re
 import resource
 import runpy
+import shlex
 import shutil
 import struct
 import subprocess
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 
@@ -22,39 +27,96 @@ import torch
 from test_contract import LOSS, assert_same, assert_weights, run, swap
 from torch.utils.data import TensorDataset
 
+import checks
 import common
 from ladder import PARALLEL, ROOT, RUNGS, TORCHRUN, fork, launch
 
 WORLD_SIZE = 2
+PLAIN = [name for name in RUNGS if not name.startswith("04")]  # 04's file is Lightning's own
 BY_TORCHRUN = ["02_torchrun.py", "03_multinode.py", "04_lightning.py"]
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 
+def size(rung: str) -> int:
+    return WORLD_SIZE if rung in PARALLEL else 1
+
+
+def saved_weights(state: dict) -> dict:
+    """Return the weights of a checkpoint file, of Lightning's too."""
+    lightning = state.get("state_dict", {})
+    return state.get("weights") or {k.removeprefix("model."): v for k, v in lightning.items()}
+
+
+def saved_lr(state: dict) -> float:
+    optimizer = state.get("optimizer") or state["optimizer_states"][0]
+    return optimizer["param_groups"][0]["lr"]
+
+
+def complaints(result) -> set[str]:
+    """Return the different lines on stderr, without those of mp.spawn and Lightning's hints."""
+    noise = ("HINT", "Terminating process")
+    return {line for line in result.err.splitlines() if not any(word in line for word in noise)}
+
+
+def all_speak_at_once():
+    """Rank 1 does not give rank 0 its 10 s: each rank says its line and takes its exit code."""
+    checks.time.sleep = lambda seconds: None
+
+
+def test_checkpoints_are_off_by_default(tmp_path):
+    assert not launch(sys.executable, ROOT / RUNGS[0], "--epochs=1", cwd=tmp_path).returncode
+    assert not list(tmp_path.iterdir())
+    for rung in RUNGS:
+        result = fork(rung, 1, "--epochs=1", "--checkpoint=", folder=tmp_path)
+        assert not any(result.codes), result.err
+        assert not list(tmp_path.glob("checkpoint*"))
+
+
 @pytest.mark.parametrize("rung", RUNGS)
 def test_3_and_3_epochs_are_6(rung, tmp_path):
-    world_size = WORLD_SIZE if rung in PARALLEL else 1
-    fork(rung, world_size, "--epochs=3", folder=tmp_path)
-    resumed = fork(rung, world_size, "--epochs=6", folder=tmp_path)
-    whole = run(rung, world_size, "--epochs=6")
+    fork(rung, size(rung), "--epochs=3", folder=tmp_path)
+    resumed = fork(rung, size(rung), "--epochs=6", folder=tmp_path)
+    whole = run(rung, size(rung), "--epochs=6")
+    assert resumed.out.count("checkpoint.pt: resumes after epoch 3") == 1
     assert [entry["epoch"] for entry in resumed.epochs] == [1, 2, 3, 4, 5, 6]  # each once
-    for mine, other in zip(resumed.epochs, whole.epochs, strict=True):
-        assert mine["train_loss"] == other["train_loss"]
+    for one, other in zip(resumed.epochs, whole.epochs, strict=True):
+        assert one["train_loss"] == other["train_loss"]
+    assert_weights(saved_weights(resumed.state), saved_weights(whole.state), 0)
+
+
+def with_dropout():
+    build_model = common.build_model
+
+    def build(args):
+        model = build_model(args)
+        model.insert(len(model) - 1, torch.nn.Dropout(0.3))
+        return model
+
+    common.build_model = build
+
+
+@pytest.mark.parametrize("rung", PLAIN)
+def test_a_resumed_run_draws_the_random_numbers_of_a_whole_one(rung, tmp_path):
+    options = {"folder": tmp_path, "before": with_dropout}
+    fork(rung, size(rung), "--epochs=1", **options)
+    resumed = fork(rung, size(rung), "--epochs=2", **options)
+    whole = fork(rung, size(rung), "--epochs=2", before=with_dropout)
+    assert not any(resumed.codes + whole.codes), resumed.err + whole.err
     assert_weights(resumed.state["weights"], whole.state["weights"], 0)
 
 
 @functools.cache
 def two_epochs(rung: str):
-    return run(rung, WORLD_SIZE if rung in PARALLEL else 1, "--epochs=2")
+    return run(rung, size(rung), "--epochs=2")
 
 
-@pytest.mark.parametrize("reader", [name for name in RUNGS if not name.startswith("04")])
-@pytest.mark.parametrize("writer", RUNGS)
-def test_any_rung_goes_on_from_any_checkpoint(writer, reader, tmp_path):
+@pytest.mark.parametrize("reader", PLAIN)
+@pytest.mark.parametrize("writer", PLAIN)
+def test_any_rung_resumes_from_any_checkpoint(writer, reader, tmp_path):
     shutil.copy(two_epochs(writer).checkpoint, tmp_path / "checkpoint.pt")
-    world_size = WORLD_SIZE if reader in PARALLEL else 1
-    result = fork(reader, world_size, "--epochs=3", folder=tmp_path)
+    result = fork(reader, size(reader), "--epochs=3", folder=tmp_path)
     assert not any(result.codes), result.err
     [entry] = result.epochs
     third = run("00_single_gpu.py", 1, "--seed=0").epochs[2]
@@ -64,43 +126,169 @@ def test_any_rung_goes_on_from_any_checkpoint(writer, reader, tmp_path):
     assert not [key for key in result.state["weights"] if "module." in key or "_orig_mod" in key]
 
 
-def test_a_finished_checkpoint_is_evaluated_and_left_alone(tmp_path):
-    """Also Lightning's plain weights: 00 says what they are worth."""
-    for writer in ("00_single_gpu.py", "04_lightning.py"):
-        before = two_epochs(writer)
-        shutil.copy(before.checkpoint, tmp_path / "checkpoint.pt")
-        stamp = (tmp_path / "checkpoint.pt").stat().st_mtime_ns
-        for rung in RUNGS if writer.startswith("00") else ["00_single_gpu.py"]:
-            result = fork(rung, 1, "--epochs=2", folder=tmp_path)
-            assert result.codes == [0], result.err
-            assert "nothing left to do" in result.out
-            if not rung.startswith("04"):
-                assert f"test accuracy {before.epochs[-1]['test_accuracy']:.1%}" in result.out
-            assert not result.epochs
-            assert (tmp_path / "checkpoint.pt").stat().st_mtime_ns == stamp
-            for stream in ("stdout.0", "stderr.0"):
-                (tmp_path / stream).unlink()
-
-
-@pytest.mark.parametrize("rung", [name for name in RUNGS if not name.startswith("04")])
-def test_a_torn_checkpoint_is_reported_and_the_one_before_it_used(rung, tmp_path):
-    state = two_epochs("00_single_gpu.py").checkpoint
-    shutil.copy(f"{state}.previous", tmp_path / "checkpoint.pt.previous")
-    (tmp_path / "checkpoint.pt").write_bytes(state.read_bytes()[: state.stat().st_size // 2])
-    world_size = WORLD_SIZE if rung in PARALLEL else 1
-    result = fork(rung, world_size, "--epochs=2", folder=tmp_path)
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_resumed_run_takes_its_lr_from_the_command_line(rung, tmp_path):
+    shutil.copy(two_epochs(rung).checkpoint, tmp_path / "checkpoint.pt")
+    result = fork(rung, size(rung), "--epochs=3", "--lr=0.01", folder=tmp_path)
     assert not any(result.codes), result.err
-    assert result.err.count("is torn") == 1
-    assert [entry["epoch"] for entry in result.epochs] == [2]
-
-    for name in ("checkpoint.pt", "checkpoint.pt.previous"):  # nothing good is left: start anew
-        (tmp_path / name).write_bytes(b"")
-    (tmp_path / "log.json").unlink()
-    result = fork(rung, world_size, "--epochs=1", folder=tmp_path)
-    assert [entry["epoch"] for entry in result.epochs] == [1]
+    assert (saved_lr(two_epochs(rung).state), saved_lr(result.state)) == (0.05, 0.01)
 
 
-def no_room(name, room, call=True):
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_finished_run_does_nothing_and_is_left_alone(rung, tmp_path):
+    def no_forward():
+        def forward(*args):
+            raise AssertionError("it computes")
+
+        common.BytesToFloats.forward = forward
+
+    file = tmp_path / "checkpoint.pt"
+    shutil.copy(two_epochs(rung).checkpoint, file)
+    before = file.read_bytes(), file.stat().st_mtime_ns
+    result = fork(rung, size(rung), "--epochs=2", folder=tmp_path, before=no_forward)
+    assert not any(result.codes) and not result.epochs, result.err
+    assert result.out.count("nothing left to do: it has 2 epochs. For more raise --epochs") == 1
+    assert "test accuracy" not in result.out
+    assert (file.read_bytes(), file.stat().st_mtime_ns) == before
+
+
+def stale_handle():
+    def load(*args, **options):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    torch.load = load
+
+
+UNREADABLE = {
+    "half": "cannot read",
+    "empty": "cannot read",
+    "Namespace": "it holds a argparse.Namespace, and weights_only=True takes plain data",
+    "plain weights": "is not a checkpoint of",
+    "text": "cannot read",
+    "read error": "Stale file handle",
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_file_that_cannot_be_read_stops_the_run_and_stays(rung, kind, tmp_path):
+    good, file = two_epochs(rung), tmp_path / "checkpoint.pt"
+    file.write_bytes(good.checkpoint.read_bytes())
+    if kind == "half":
+        os.truncate(file, file.stat().st_size // 2)
+    elif kind == "empty":
+        file.write_bytes(b"")
+    elif kind == "text":
+        file.write_text("a note\n")
+    elif kind == "Namespace":
+        torch.save(good.state | {"args": Namespace(lr=0.1)}, file)
+    elif kind == "plain weights":
+        torch.save(good.weights[0], file)
+    before = file.read_bytes()
+
+    def hook():
+        no_waiting()
+        if kind == "read error":
+            stale_handle()
+
+    result = fork(rung, size(rung), "--epochs=3", folder=tmp_path, before=hook)
+    assert set(result.codes) == ({1} if rung.startswith("01") else {2}), result.err
+    assert_one_line(result, UNREADABLE[kind])
+    assert file.read_bytes() == before
+    assert [path.name for path in tmp_path.glob("checkpoint*")] == ["checkpoint.pt"]
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_link_to_a_checkpoint_stays_a_link(rung, tmp_path):
+    """As from a home to a larger disk. The temporary is on the disk of the file itself."""
+    here, there = tmp_path / "home", tmp_path / "scratch"
+    here.mkdir()
+    there.mkdir()
+    shutil.copy(two_epochs(rung).checkpoint, there / "real.pt")
+    (here / "checkpoint.pt").symlink_to("../scratch/real.pt")
+    result = fork(rung, size(rung), "--epochs=3", folder=here)
+    assert not any(result.codes), result.err
+    assert (here / "checkpoint.pt").is_symlink()
+    assert [path.name for path in there.iterdir()] == ["real.pt"]
+    state = torch.load(there / "real.pt", weights_only=True)
+    assert state.get("epochs", state.get("epoch", 0) + 1) == 3
+
+
+@pytest.mark.parametrize("rung", PLAIN)
+def test_what_a_kill_left_is_written_over(rung, tmp_path):
+    (tmp_path / "checkpoint.pt.tmp").write_bytes(b"half a file")
+    result = fork(rung, size(rung), "--epochs=2", folder=tmp_path)
+    assert not any(result.codes), result.err
+    assert [path.name for path in tmp_path.glob("checkpoint*")] == ["checkpoint.pt"]
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    fsync, replace, calls = os.fsync, os.replace, []
+
+    def synced(number):
+        calls.append(("fsync", os.readlink(f"/proc/self/fd/{number}")))
+        assert torch.load(calls[-1][1], weights_only=True)["epochs"] == 4  # all of it is written
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", lambda a, b: calls.append((str(a), str(b))) or replace(a, b))
+    file = str(tmp_path.resolve() / "x.pt")
+    args = Namespace(checkpoint=file, **dict.fromkeys(checks.RESUME_KEYS, 1))
+    model = torch.nn.Linear(2, 2)
+    common.save_checkpoint(args, 4, model, torch.optim.SGD(model.parameters()))
+    assert calls == [("fsync", f"{file}.tmp"), (f"{file}.tmp", file)]
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_loss_that_is_not_finite_ends_all_ranks_and_spares_the_checkpoint(rung, tmp_path):
+    good = two_epochs(rung)
+    shutil.copy(good.checkpoint, tmp_path / "checkpoint.pt")
+    options = ("--epochs=5", "--lr=1e6")
+    result = fork(rung, size(rung), *options, folder=tmp_path, before=all_speak_at_once)
+    assert set(result.codes) == {1}, result.err
+    [line] = complaints(result)
+    assert re.search(
+        r"train loss (nan|inf) in epoch [345]; \S+/checkpoint.pt stays as it was", line
+    )
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert all(weights.isfinite().all() for weights in saved_weights(state).values())
+    assert "NaN" not in (tmp_path / "log.json").read_text() if result.epochs else True
+    if "epoch 3;" in line:
+        assert (tmp_path / "checkpoint.pt").read_bytes() == good.checkpoint.read_bytes()
+
+
+@pytest.mark.parametrize("rung", PLAIN)
+def test_weights_that_are_not_finite_are_not_saved(rung, tmp_path):
+    """The last step of an epoch may spoil them: its loss is that of the step before."""
+
+    def spoil():
+        evaluate = common.evaluate
+
+        def spoiled(model, *args):
+            torch.nn.init.constant_(next(model.parameters()), torch.nan)
+            return evaluate(model, *args)
+
+        common.evaluate = spoiled
+
+    result = fork(rung, size(rung), "--epochs=1", folder=tmp_path, before=spoil)
+    assert 1 in result.codes, result.err
+    [line] = [line for line in complaints(result) if line.startswith(rung)]
+    assert "is not finite after epoch 1: nothing was saved" in line
+    assert not list(tmp_path.glob("checkpoint*"))
+
+
+@pytest.mark.parametrize("option", ["--lr=0.2", "--seed=1", "--epochs=2", "--batch-size=48"])
+@pytest.mark.parametrize("rung", BY_TORCHRUN)
+def test_ranks_with_other_options_are_refused(rung, option):
+    options = {"rank_argv": {1: [option]}, "before": all_speak_at_once}
+    result = fork(rung, 2, "--epochs=1", **options)
+    assert result.codes == [2, 2] and not result.epochs, result.err
+    [line] = complaints(result)
+    name, value = option.split("=")
+    assert re.search(rf"rank 0 has {name} \S+, rank 1 has {value}: make them equal$", line)
+
+
+def no_room(name, room):
     """Return what ranks do first: once common.NAME is called, no file may grow over room bytes."""
 
     def before():
@@ -108,8 +296,7 @@ def no_room(name, room, call=True):
 
         def limited(*args):
             resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
-            if call:
-                function(*args)
+            function(*args)
 
         setattr(common, name, limited)
 
@@ -117,21 +304,18 @@ def no_room(name, room, call=True):
 
 
 @pytest.mark.parametrize("epochs", [1, 3])
-@pytest.mark.parametrize("rung", [*RUNGS, "04_lightning.py .ckpt"])
+@pytest.mark.parametrize("rung", PLAIN)
 def test_a_full_disk_is_said_in_one_line_and_leaves_the_checkpoint_whole(rung, epochs, tmp_path):
-    rung, *only_lightning = rung.split()
-    if epochs == 3:  # the first writing copies the old file, before torch.save
-        for path in two_epochs(rung).checkpoint.parent.glob("checkpoint.*"):
-            shutil.copy(path, tmp_path)
+    if epochs == 3:
+        shutil.copy(two_epochs(rung).checkpoint, tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
 
-    fill = no_room("save_checkpoint", 50_000, call=not only_lightning)
-    world_size = WORLD_SIZE if rung in PARALLEL else 1
-    result = fork(rung, world_size, f"--epochs={epochs}", folder=tmp_path, before=fill)
+    fill = no_room("save_checkpoint", 50_000)
+    result = fork(rung, size(rung), f"--epochs={epochs}", folder=tmp_path, before=fill)
     assert result.codes == [1] if rung.startswith("01") else 2 in result.codes, result.err
     [line] = [line for line in result.err.splitlines() if line.startswith(rung)]
     assert "tmp: File too large. Make room" in line and "torch.save" not in result.err, result.err
-    assert {path: path.read_bytes() for path in tmp_path.glob("checkpoint.*")} == before
+    assert {path: path.read_bytes() for path in tmp_path.glob("checkpoint*")} == before
 
 
 @pytest.mark.parametrize("rung", RUNGS)
@@ -150,9 +334,9 @@ def test_a_full_disk_at_the_log_is_said_in_one_line_and_leaves_no_half_line(rung
     assert log.read_text() == before
 
 
-def test_data_that_have_no_place_are_refused_in_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(common, "DATA", tmp_path / "none")  # as in a read-only clone: no mkdir
-    args = common.Namespace(dataset="MNIST", train_size=60_000, image_size=28)
+def test_data_that_have_no_place_are_refused_in_one_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("")  # as in a read-only clone: no mkdir
+    args = Namespace(dataset="MNIST", data_dir=tmp_path / "file" / "none")
     with pytest.raises(SystemExit) as end:
         common.load_datasets(args)
     assert end.value.code == 2 and "cannot download MNIST" in capsys.readouterr().err
@@ -171,7 +355,7 @@ def test_a_checkpoint_is_loaded_to_the_cpu(tmp_path):
 
         torch.load = checked
 
-    for rung in RUNGS[:5]:
+    for rung in PLAIN:
         result = fork(rung, 1, "--epochs=2", folder=tmp_path, before=watch)
         assert not any(result.codes), result.err
 
@@ -183,7 +367,7 @@ def test_only_rank_0_writes(rung, tmp_path):
 
         def checked(*args):
             if "weights." not in str(args[1]):  # what the test itself keeps
-                print(f"SAVED BY {common.rank()}", flush=True)
+                print(f"SAVED BY {checks.rank()}", flush=True)
             return save(*args)
 
         torch.save = checked
@@ -192,15 +376,7 @@ def test_only_rank_0_writes(rung, tmp_path):
     assert result.out.count("SAVED BY 0") >= 2
     assert "SAVED BY 1" not in result.out
     assert result.out.count("epoch 1/2") == 1
-    names = {path.name for path in tmp_path.glob("checkpoint*")}
-    assert names - {"checkpoint.ckpt"} == {"checkpoint.pt", "checkpoint.pt.previous"}
-
-
-def test_checkpoint_off(tmp_path):
-    for rung in RUNGS:
-        result = fork(rung, 1, "--epochs=1", "--checkpoint=", folder=tmp_path)
-        assert not any(result.codes), result.err
-        assert not list(tmp_path.glob("checkpoint*"))
+    assert [path.name for path in tmp_path.glob("checkpoint*")] == ["checkpoint.pt"]
 
 
 # ---- data ----------------------------------------------------------------------------------------
@@ -280,9 +456,9 @@ class Mirror(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.parametrize("rung", PARALLEL)
-def test_a_data_set_is_downloaded_once(rung, tmp_path, monkeypatch):
-    """All ranks start at once, none finds half a file, and no file is fetched twice."""
+@pytest.fixture
+def mirror(monkeypatch):
+    """Let torchvision find its MNIST on this machine; return the names of the files."""
     import torchvision
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Mirror)
@@ -291,23 +467,51 @@ def test_a_data_set_is_downloaded_once(rung, tmp_path, monkeypatch):
     names = [name for name, _ in mnist.resources]
     monkeypatch.setattr(mnist, "mirrors", [f"http://127.0.0.1:{server.server_port}/"])
     monkeypatch.setattr(mnist, "resources", [(name, None) for name in names])
-    monkeypatch.setattr(common, "DATA", tmp_path)
-    options = ("--dataset=MNIST", "--epochs=1", "--checkpoint=")
+    yield names
+    server.shutdown()
+
+
+@pytest.mark.parametrize("rung", PARALLEL)
+def test_a_data_set_is_downloaded_once(rung, tmp_path, mirror):
+    """All ranks start at once, none finds half a file, and no file is fetched twice."""
     seen = {}
-    try:
-        for name, world_size in (("00_single_gpu.py", 1), (rung, 3), (rung, 3)):
-            if name not in seen:  # the second run of the rung finds everything there
-                monkeypatch.setattr(common, "DATA", tmp_path / name)
-                (tmp_path / name).mkdir()
-            Mirror.requests.clear()
-            result = fork(name, world_size, *options)
-            assert not any(result.codes), result.err
-            assert result.epochs[0]["test_samples"] == 100
-            seen.setdefault(name, []).append(dict(Mirror.requests))
-    finally:
-        server.shutdown()
-    assert list(seen["00_single_gpu.py"][0]) == names
+    for name, world_size in (("00_single_gpu.py", 1), (rung, 3), (rung, 3)):
+        # the second run of the rung finds everything there
+        options = ("--dataset=MNIST", f"--data-dir={tmp_path / name}", "--epochs=1")
+        Mirror.requests.clear()
+        result = fork(name, world_size, *options, "--checkpoint=")
+        assert not any(result.codes), result.err
+        assert result.epochs[0]["test_samples"] == 100
+        seen.setdefault(name, []).append(dict(Mirror.requests))
+    assert list(seen["00_single_gpu.py"][0]) == mirror
     assert seen[rung] == [seen["00_single_gpu.py"][0], {}]
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() != 0, reason="needs root, to be somebody else")
+def test_data_of_another_user_can_be_read(tmp_path, mirror):
+    """To read needs no lock, so no permission to write."""
+    options = ("--dataset=MNIST", "--data-dir=data", "--epochs=1", "--checkpoint=", "--log-json=")
+    assert fork("00_single_gpu.py", 1, *options, folder=tmp_path).codes == [0]
+    for path in tmp_path.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    (tmp_path / "data" / "lock").chmod(0o600)
+    tmp_path.chmod(0o777)  # for what the test itself keeps
+    result = fork("02_torchrun.py", 2, *options, folder=tmp_path, before=lambda: os.setuid(65534))
+    assert result.codes == [0, 0], result.err
+    assert "epoch 1/1" in result.out
+
+
+def test_a_training_set_without_a_full_batch_is_refused_on_all_ranks(tmp_path):
+    def hook():
+        with_sizes(50, 10)()
+        all_speak_at_once()
+
+    for rung in RUNGS:
+        result = fork(rung, size(rung), "--epochs=1", folder=tmp_path / rung, before=hook)
+        assert set(result.codes) == ({1} if rung.startswith("01") else {2}), result.err
+        [line] = complaints(result)
+        assert "no full batch of 96 in the training set" in line
+        assert not result.checkpoint.exists() and not result.epochs
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="needs root on Linux")
@@ -319,7 +523,7 @@ def test_without_a_network():
     command = [*offline, *TORCHRUN, "--standalone", "--nproc-per-node=2", "02_torchrun.py", *SHORT]
     result = launch(*command, "--dataset=FashionMNIST", env={"TORCHELASTIC_LOG_LEVEL": "ERROR"})
     assert result.returncode != 0
-    advice = "Where there is a network, run: python 00_single_gpu.py --dataset FashionMNIST"
+    advice = "Where there is a network, run: python data/datasets.py FashionMNIST"
     assert result.stderr.count(advice) == 1
 
 
@@ -329,12 +533,8 @@ def test_fake_images_of_any_size_and_torchvision_models():
         result = fork("02_torchrun.py", WORLD_SIZE, *options, f"--model={model}")
         assert not any(result.codes), result.err
         assert result.epochs[0]["test_samples"] == 16
-    args = (["02", "--dataset=fake:64", "--image-size=40", "--batch-size=32"], common.parse_args)
-    sys.argv, saved = args[0], sys.argv
-    try:
-        images = common.load_datasets(args[1]())[0].tensors[0]
-    finally:
-        sys.argv = saved
+    sizes = Namespace(dataset="fake:64", train_size=64, image_size=40)
+    images = common.load_datasets(sizes)[0].tensors[0]
     assert images.dtype == torch.uint8
     assert images.shape == (64, 3, 40, 40)
 
@@ -368,7 +568,7 @@ def assert_one_line(result, text: str) -> None:
     assert all(result.codes), result.out
     noise = ("HINT", "Terminating process")  # of Lightning and of mp.spawn
     lines = [line for line in result.err.splitlines() if not any(word in line for word in noise)]
-    assert len(lines) == 1, result.err
+    assert len(lines) == 1, result.err  # of all ranks together
     assert text in lines[0], result.err
     assert not result.epochs
 
@@ -395,7 +595,7 @@ def no_waiting():
             sleep(0.01)
         os._exit(2)
 
-    common.time.sleep = until_rank_0_has_spoken
+    checks.time.sleep = until_rank_0_has_spoken
 
 
 @pytest.mark.parametrize("rung", RUNGS[:3])
@@ -410,7 +610,7 @@ def test_torchrun_is_refused_where_it_makes_no_sense(rung, tmp_path):
 @pytest.mark.parametrize("rung", RUNGS)
 def test_a_checkpoint_of_another_run_is_refused(rung, tmp_path):
     world_size = WORLD_SIZE if rung in PARALLEL else 1
-    other = two_epochs("00_single_gpu.py").checkpoint
+    other = two_epochs(rung).checkpoint
     for options, text in (
         (["--model=resnet18"], "was made with --model small"),
         (["--batch-size=48"], "was made with --batch-size 96"),
@@ -422,9 +622,6 @@ def test_a_checkpoint_of_another_run_is_refused(rung, tmp_path):
         shutil.copy(other, folder / "checkpoint.pt")
         result = fork(rung, world_size, "--epochs=5", *options, folder=folder, before=no_waiting)
         assert_one_line(result, text)
-    torch.save(two_epochs("00_single_gpu.py").weights[0], tmp_path / "checkpoint.pt")
-    result = fork(rung, world_size, folder=tmp_path, before=no_waiting)
-    assert_one_line(result, "not a checkpoint of these scripts")
 
 
 def test_number_of_processes():
@@ -444,15 +641,21 @@ def test_number_of_processes():
 
 @pytest.mark.parametrize("rung", ["02_torchrun.py", "03_multinode.py"])
 def test_plain_python_prints_the_torchrun_command(rung, tmp_path):
-    result = launch(sys.executable, rung, "--epochs=1")
+    """With the user's options, to be copied as it is: the path and the options may need quotes."""
+    script = tmp_path / "a b" / rung
+    script.parent.mkdir()
+    shutil.copy(ROOT / rung, script)
+    options = ["--epochs=1", "--lr", "0.2", f"--log-json={tmp_path}/my log"]
+    env = {"PYTHONPATH": str(ROOT), "RANK": ""}  # an empty variable is as good as none
+    result = launch(sys.executable, script, *options, env=env)
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
-    command = result.stderr.split("Start it with: ")[1].split()
-    assert command[0] == "torchrun"
-    command[0:1] = TORCHRUN
-    result = launch(*command, "--epochs=1", "--checkpoint=")  # and the command works
-    assert result.returncode == 0
-    assert "epoch 1/1" in result.stdout
+    command = shlex.split(result.stderr.split("Start it with: ")[1])
+    assert command[0] == "torchrun" and command[-5:] == [str(script), *options]
+    result = launch(*TORCHRUN, *command[1:], env={"PYTHONPATH": str(ROOT)})  # and it works
+    assert result.returncode == 0, result.stderr
+    assert "epoch 1/1" in result.stdout and "lr 0.2" in result.stdout
+    assert (tmp_path / "my log").exists()
 
 
 def test_02_on_two_nodes_names_03():
@@ -472,8 +675,7 @@ def test_windows_has_no_libuv(monkeypatch):
     monkeypatch.setenv("USE_LIBUV", "unset")
     monkeypatch.delenv("USE_LIBUV")
     monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # common.py sets its own
-    runpy.run_path(str(ROOT / "common.py"), run_name="common")
+    runpy.run_path(str(ROOT / "checks.py"), run_name="checks")
     assert os.environ["USE_LIBUV"] == "0"
     monkeypatch.undo()
     done = fork("01_single_node_multi_gpu.py", 2, "--epochs=1", env={"USE_LIBUV": "0"})
@@ -484,6 +686,7 @@ def test_windows_has_no_libuv(monkeypatch):
 def test_no_collective_under_a_rank_test(rung):
     """What only one rank calls, the others never answer."""
     collectives = {"all_reduce", "broadcast_object_list", "barrier", "reduce", "DDP"}
+    collectives |= {"same_on_all_ranks", "loss_is_finite", "sync_dist"}
     for node in ast.walk(ast.parse((ROOT / rung).read_text())):
         if isinstance(node, ast.If) and "rank" in ast.unparse(node.test):
             calls = [x.func for x in ast.walk(node) if isinstance(x, ast.Call)]
@@ -507,7 +710,7 @@ def test_no_collective_under_a_rank_test(rung):
         ("mps", 1, 1, True, "cpu"),  # no collectives on mps
     ],
 )
-def test_pick_device(monkeypatch, kind, count, local_rank, torchrun, device):
+def test_take_device(monkeypatch, kind, count, local_rank, torchrun, device):
     accelerator = torch.device(kind) if kind else None
     chosen = []
     monkeypatch.setattr(
@@ -518,8 +721,75 @@ def test_pick_device(monkeypatch, kind, count, local_rank, torchrun, device):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     if not torchrun:
         monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert str(common.pick_device(local_rank)) == device
+    assert str(common.take_device(local_rank)) == device
     assert chosen == ([] if device == "cpu" else [int(device[-1])])
+
+
+def test_03_takes_the_gpu_of_its_local_rank(tmp_path):
+    """Rank 3 is the second process of the second node."""
+
+    def show():
+        def take_device(number=None):
+            print(f"takes {number}", flush=True)
+            sys.exit(0)
+
+        common.take_device = take_device
+
+    env = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    assert "takes 1\n" in fork("03_multinode.py", 1, env=env, before=show).out
+
+
+@pytest.mark.parametrize("rung", [name for name in PARALLEL if name in PLAIN])
+def test_each_rank_says_what_it_has(rung):
+    out = run(rung, 3, "--seed=0").out  # 4,000 samples: two ranks could not tell share from whole
+    where = r"\| local rank {} on \S+ \| cpu" if rung.startswith("03") else r"\| cpu"
+    for rank in range(3):
+        line = rf"^rank {rank} of 3 {where.format(rank)} \| 1333 samples$"
+        assert len(re.findall(line, out, re.MULTILINE)) == 1, out
+    assert len(re.findall(r"^rank ", out, re.MULTILINE)) == 3
+
+
+@pytest.mark.parametrize(("device", "workers"), [("cpu", 0), ("cuda", 2)])
+def test_loader_options(device, workers):
+    assert common.loader_options(Namespace(num_workers=workers), torch.device(device)) == {
+        "num_workers": workers,
+        "persistent_workers": workers > 0,
+        "pin_memory": device == "cuda",
+        "worker_init_fn": checks.ignore_signals,
+    }
+
+
+def test_the_clock_waits_for_the_device(monkeypatch):
+    """A GPU computes on while Python goes on."""
+    device, waited = torch.device("cuda", 3), []
+
+    def module(of):
+        assert of == device
+        return Namespace(synchronize=lambda: waited.append(time.sleep(0.05)))
+
+    monkeypatch.setattr(torch, "get_device_module", module)
+    assert common.seconds_since(time.perf_counter(), device) >= 0.05
+    assert len(waited) == 1
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_it_trains_with_gradients_and_evaluates_without(rung):
+    """In train mode wherever gradients are kept, and in no other place."""
+
+    def watch():
+        forward = common.BytesToFloats.forward
+
+        def checked(self, images):
+            assert self.training == torch.is_grad_enabled()
+            print("TRAINS" if self.training else "TESTS", flush=True)
+            return forward(self, images)
+
+        common.BytesToFloats.forward = checked
+
+    result = fork(rung, size(rung), "--epochs=2", before=watch)
+    assert not any(result.codes), result.err
+    assert result.out.count("TRAINS") == 2 * 41 * size(rung)  # 41 batches of 96
+    assert result.out.count("TESTS") == 2 * math.ceil(1000 / 96) * size(rung)
 
 
 # ---- the real launchers --------------------------------------------------------------------------
@@ -573,13 +843,12 @@ def test_start_03_on_two_nodes_with_one_checkpoint(tmp_path):
     shutil.copy(two_epochs("00_single_gpu.py").checkpoint, done)
     # Not with c10d: there the node that comes first is rank 0's, and it may be the other one.
     command = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
-    command += [f"--master-port={common.free_port()}"]
+    command += [f"--master-port={checks.free_port()}"]
     training = [ROOT / "03_multinode.py", "--epochs=3", "--checkpoint=run.pt"]
     results = {}
 
     def start(number: int) -> None:
-        way = [*command, f"--node-rank={number}", *training]
-        results[number] = launch(*way, cwd=nodes[number])
+        results[number] = launch(*command, f"--node-rank={number}", *training, cwd=nodes[number])
 
     threads = [threading.Thread(target=start, args=(number,)) for number in range(2)]
     for thread in threads:
@@ -589,7 +858,7 @@ def test_start_03_on_two_nodes_with_one_checkpoint(tmp_path):
     assert [results[number].returncode for number in range(2)] == [0, 0], results
     out = results[0].stdout + results[1].stdout
     for rank in range(2):
-        assert f"rank {rank} | local rank 0 | " in out
+        assert f"rank {rank} of 2 | local rank 0 on " in out
     assert out.count("epoch 3/3 | ") == 1
     assert "epoch 1/3" not in out
     # rank 0 read its file; the agent that came first made rank 0, so either node may have it
