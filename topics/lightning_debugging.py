@@ -37,4 +37,5 @@ if __name__ == "__main__":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on a machine with GPUs as well
     # Only ddp: rank 0 is this process, which has the terminal.
     options = checks.lightning_options() | {"strategy": ("ddp",), "at": 2}
-    rung.main(common.parse_args("lightning", **options), module=Classifier)
+    args = common.parse_args("lightning", **options)
+    rung.main(args, module=Classifier, enable_progress_bar=False)  # rich's hides the prompt
