@@ -15,6 +15,7 @@ def pytest_configure(config):
 
     Pytest's own folders stay where they are, to look at what a failed test wrote.
     """
+    config.addinivalue_line("markers", "slow: left out by make check")
     if not hasattr(config, "workerinput"):  # a worker of pytest -n inherits the environment
         os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.gettempdir()
         folder = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)

@@ -11,6 +11,7 @@ import torch
 from ladder import PARALLEL, RUNGS, Result, fork
 
 WORLD_SIZES = [1, 2, 3, 4]
+SEEDS = [0, pytest.param(1, marks=pytest.mark.slow)]
 LOSS = 5e-5  # equal to 4 decimals
 WEIGHTS = {torch.float32: 1e-4, torch.float64: 1e-11}
 
@@ -42,7 +43,7 @@ def assert_weights(weights: dict, other: dict, tolerance: float) -> None:
         assert (weights[name].cpu() - other[name].cpu()).abs().max() <= tolerance, name
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_it_learns(seed):
     epochs = run("00_single_gpu.py", 1, f"--seed={seed}").epochs
     assert epochs[-1]["train_loss"] < 0.1 < 1 < epochs[0]["train_loss"]
@@ -53,7 +54,7 @@ def test_it_learns(seed):
 CASES = [(rung, n) for rung in RUNGS for n in (WORLD_SIZES if rung in PARALLEL else [1])]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("rung", "world_size"), CASES)
 def test_same_numbers(rung, world_size, seed):
     result = run(rung, world_size, f"--seed={seed}")
