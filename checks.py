@@ -31,16 +31,8 @@ import torch.distributed as dist
 # What a resumed run must have in common with the first part of it.
 RESUME_KEYS = ("model", "dataset", "image_size", "batch_size", "seed")
 # What ranks may differ in: all else decides the numbers.
-FREE = (
-    "data_dir",
-    "num_workers",
-    "timeout",
-    "checkpoint",
-    "log_json",
-    "local_rank",
-    "nproc",
-    "start_epoch",
-)
+FREE = ("data_dir", "num_workers", "timeout", "checkpoint", "log_json", "local_rank", "nproc")
+FREE += ("start_epoch",)  # of Lightning's rung, which is compared by another name
 # Lightning's strategies that make all ranks' processes from this one, and its precisions.
 MULTIPROCESSING_STRATEGIES = ("ddp_spawn", "ddp_fork", "ddp_notebook")
 PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
