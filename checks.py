@@ -397,9 +397,8 @@ def ignore_signals(worker: int) -> None:
 # ---- Lightning -----------------------------------------------------------------------------------
 
 # No notes on how it starts. At import, not in a function: what ddp_spawn starts imports this too.
-for name in ("pytorch.utilities.rank_zero", "fabric.utilities.rank_zero"):
+for name in ("pytorch.utilities", "fabric.utilities", "pytorch.accelerators"):
     logging.getLogger(f"lightning.{name}").setLevel(logging.WARNING)
-logging.getLogger("lightning.fabric.utilities.distributed").setLevel(logging.WARNING)
 for text in ("`isinstance.treespec", "The `srun` command", "Checkpoint directory .* not empty"):
     warnings.filterwarnings("ignore", text)
 warnings.filterwarnings("ignore", ".* does not have many workers")

@@ -413,7 +413,10 @@ KEEP = """    pieces = breaks = 0
         self.kept = [*getattr(self, "kept", []), now]
         torch.save(self.kept, f"kept.{self.global_rank}")
 """
-NOT_COMPILED = ("self.model.compile(backend=self.count_and_compile)", "pass")
+NOT_COMPILED = (
+    "torch.compile(self.model.forward, backend=self.count_and_compile)",
+    "self.model.forward",
+)
 
 
 def each_step(strategy, folder, init, trainer, **strategy_options):
@@ -547,12 +550,11 @@ def test_sync_once_counts_graph_breaks_and_takes_any_backend():
 
         torch._dynamo.register_backend(counted)
 
-    cut = "self.model.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())"
+    cut = "self.model[1].register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())"
 
     def edit(source):
-        return source.replace(
-            "        self.model.compile(", f"        {cut}\n        self.model.compile("
-        )
+        line = "        self.model.forward = "
+        return source.replace(line, f"        {cut}\n{line}")
 
     done = fork(ONCE, 1, "--backend=counted", *WIDE, before=backend, edit=edit)
     assert done.codes == [0], done.err

@@ -72,7 +72,8 @@ class Classifier(rung.Classifier):
     def on_train_start(self):
         super().on_train_start()
         self.first_step = self.global_step  # of this run: it may have been resumed
-        self.model.compile(backend=self.count_and_compile)  # in place: the weights keep their names
+        # Its forward, not the module: the weights keep their names.
+        self.model.forward = torch.compile(self.model.forward, backend=self.count_and_compile)
 
     def count_and_compile(self, graph, inputs):
         self.pieces += self.training  # evaluation has graphs of its own
