@@ -73,7 +73,7 @@ def topics(*, part):
     def row(match):
         base = before(path := ROOT / "topics" / match[2])
         cell = f"[`{base.name}`](../{base.relative_to(ROOT)}) {count(path)}" if base else ""
-        return f"{match[1]}| {cell} |"
+        return f"{match[1]}| {cell} |" if base else match[0]
 
     return re.sub(r"^(.*\[`(.+?\.py)`\]\(.*)\|.*\|$", row, part, flags=re.MULTILINE)
 
