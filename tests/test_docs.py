@@ -253,7 +253,7 @@ def test_default_timeout_is_the_documented_one():
 
 
 def test_every_folder_and_every_topic_is_linked():
-    for path in ROOT.glob("*/README.md"):
+    for path in ROOT.glob("[!.]*/README.md"):
         assert f"]({path.parent.name}/README.md)" in README, path
     index = (ROOT / "topics" / "README.md").read_text()
     for path in [*ROOT.glob("topics/*.py"), *ROOT.glob("topics/*.sh")]:
