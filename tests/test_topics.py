@@ -56,7 +56,7 @@ def test_ddp_by_hand_needs_the_average(reference):
 @pytest.mark.parametrize("steps", [1, 3, 5])  # 48 samples a rank: 5 leaves a smaller tail
 def test_gradient_accumulation(steps, reference):
     done = topic("gradient_accumulation", 2, *TWO, f"--accumulation-steps={steps}")
-    assert_same(done, reference)
+    assert_same(done, reference, 1e-4)  # the contract's: smaller batches round otherwise
     buckets = 41  # one for each of the 41 steps of the optimizer
     assert done.out.count(f"{buckets} all-reduces of gradients in 41 steps") == 2
     if steps == 1:
