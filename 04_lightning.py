@@ -6,7 +6,6 @@ Started by torchrun, or so by srun:     torchrun --standalone --nproc-per-node=2
 What changed (look at it side by side): diff -y -w 03_multinode.py 04_lightning.py
 """
 
-import signal
 import time
 from pathlib import Path
 
@@ -26,13 +25,17 @@ class Images(L.LightningDataModule):
         self.args = args
 
     def setup(self, stage):
-        checks.same_on_all_ranks(self.args, self.args.start_epoch)  # all ranks
         self.train_set, self.test_set = common.load_datasets(self.args)
+        checks.same_on_all_ranks(self.args, self.args.start_epoch, self.train_set)  # all ranks
         self.options = common.loader_options(self.args, self.trainer.strategy.root_device)
         self.options["batch_size"] = self.args.per_rank_batch
 
     def train_dataloader(self):  # Lightning calls sampler.set_epoch
         sampler = DistributedSampler(self.train_set, seed=self.args.seed, drop_last=True)
+        where = (
+            f"rank {sampler.rank} of {sampler.num_replicas} | {self.trainer.strategy.root_device}"
+        )
+        print(f"{where} | {len(sampler)} samples\n", end="", flush=True)  # all ranks
         return DataLoader(self.train_set, sampler=sampler, drop_last=True, **self.options)
 
     def val_dataloader(self):
@@ -53,7 +56,7 @@ class Classifier(L.LightningModule):
         return torch.optim.SGD(self.model.parameters(), lr=self.args.lr, momentum=0.9)
 
     def on_train_start(self):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Lightning's handler waits for all ranks
+        checks.end_at_sigterm()  # Lightning's own handler waits for all ranks
         self.optimizers().param_groups[0]["lr"] = self.args.lr  # not that of the checkpoint
         if self.global_rank == 0:
             common.print_start(self.args, self.device)
@@ -89,13 +92,10 @@ def main(args, module=Classifier, data=Images, callbacks=(), **changes):
     args.start_epoch, path = checks.lightning_epochs(args), Path(args.checkpoint or "off").resolve()
     own = L.pytorch.callbacks.ModelCheckpoint(path.parent, path.stem, enable_version_counter=False)
     own.FILE_EXTENSION = path.suffix
-    options = checks.lightning_trainer(args)  # the strategy, with --timeout; little output
-    options |= {"accelerator": "gpu" if common.gpu_count() else "cpu", "devices": args.devices}
-    options |= {"num_nodes": args.num_nodes, "precision": args.precision}
-    options |= {"max_epochs": args.epochs, "enable_checkpointing": bool(args.checkpoint)}
+    options = checks.lightning_trainer(args)  # GPU or CPU, the strategy, little output
+    options |= {"devices": args.devices, "num_nodes": args.num_nodes, "precision": args.precision}
     options |= {"callbacks": [*callbacks, own] if args.checkpoint else [*callbacks]}
-    # We bring our own samplers. The samples of a sanity check would count.
-    options |= {"use_distributed_sampler": False, "num_sanity_val_steps": 0}
+    options |= {"max_epochs": args.epochs, "use_distributed_sampler": False}  # we bring our own
     trainer = L.Trainer(**options | changes)
     trainer.fit(module(args), data(args), ckpt_path=path if args.start_epoch else None)
     return trainer

@@ -18,7 +18,7 @@ import time
 import warnings
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from argparse import RawDescriptionHelpFormatter as Raw
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
@@ -235,8 +235,8 @@ def _check_files(args: Namespace) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK):
                 raise PermissionError(errno.EACCES, "its folder is read-only")
-            if os.path.exists(path):
-                open(path, "rb").close()
+            if os.path.exists(path) and not getattr(args, "strategy", "").startswith("deepspeed"):
+                open(path, "rb").close()  # of DeepSpeed it is a folder
     except OSError as error:
         fail(f"cannot use {path}: {error.strerror or error}")
 
@@ -267,6 +267,11 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: object) 
     if kind is BrokenPipeError or "\nBrokenPipeError:" in str(error):  # `| head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would complain once more
         print(f"{name}: ends, because nobody reads its output any more", file=sys.stderr)
+    elif (
+        "closed by peer" in str(error) and kind is not torch.multiprocessing.ProcessRaisedException
+    ):
+        time.sleep(10)  # another rank has failed, and says why: the launcher ends this one
+        sys.__excepthook__(kind, error, trace)
     elif not isinstance(error, torch.multiprocessing.ProcessExitedException):
         sys.__excepthook__(kind, error, trace)
     elif error.exit_code not in (1, 2):  # else that rank has called fail()
@@ -345,11 +350,16 @@ def append_line(line: str, path: str) -> None:
 # ---- by the rungs --------------------------------------------------------------------------------
 
 
-def same_on_all_ranks(args: Namespace, epochs: int) -> None:
+def same_on_all_ranks(args: Namespace, epochs: int, train_set: Sized | None = None) -> None:
     """Refuse ranks that would train something else than rank 0, on every rank. All ranks call it.
 
     epochs: those behind this rank. The checkpoint of another node must not be ignored either.
+    train_set: Lightning would pass over one without a full batch in silence.
     """
+    if train_set is not None and len(train_set) < args.batch_size:
+        fail(
+            f"no full batch of {args.batch_size} in the training set: nothing to train on", 2, True
+        )
     own = {f"--{k.replace('_', '-')}": str(v) for k, v in vars(args).items() if k not in FREE}
     own |= {"epochs behind it": epochs}
     exists = bool(args.checkpoint) and os.path.exists(args.checkpoint)
@@ -358,24 +368,19 @@ def same_on_all_ranks(args: Namespace, epochs: int) -> None:
     for number, (other, other_exists) in enumerate(ranks):
         for name, value in other.items():
             if value != (first := ranks[0][0].get(name)):
-                fail(
-                    f"rank 0 has {name} {first}, rank {number} has {value}: make them equal",
-                    2,
-                    True,
-                )
+                text = f"rank 0 has {name} {first}, rank {number} has {value}"
+                fail(f"{text}: make them equal", all_ranks=True)
         if other_exists and not ranks[0][1]:
             text = f"{args.checkpoint} is there for rank {number}, but not for rank 0"
-            fail(
-                f"{text}: copy it to rank 0's machine, or put it on a disk that all nodes see",
-                2,
-                True,
-            )
+            text += ": copy it to rank 0's machine, or put it on a disk that all nodes see"
+            fail(text, all_ranks=True)
 
 
 def loss_is_finite(args: Namespace, epoch: int, sums: torch.Tensor) -> None:
     """End all ranks, which have the same sums, before a useless epoch spoils the checkpoint."""
     loss, samples = sums[:2].tolist()
-    kept = f"; {args.checkpoint} stays as it was" if args.checkpoint else ""
+    exists = args.checkpoint and os.path.exists(args.checkpoint)
+    kept = f"; {args.checkpoint} stays as it was" if exists else ""
     if not samples:
         fail(
             f"no full batch of {args.batch_size} in the training set: nothing to train on{kept}",
@@ -433,6 +438,11 @@ def lightning_epochs(args: Namespace) -> int:
     return state["epoch"] + 1
 
 
+def end_at_sigterm() -> None:
+    """Undo Lightning's handler, which calls a collective in the middle of whatever is going on."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def lightning_trainer(args: Namespace) -> dict:
     """Return options of the Trainer: the strategy, with --timeout in place of its 30 minutes.
 
@@ -441,9 +451,13 @@ def lightning_trainer(args: Namespace) -> dict:
     from lightning.pytorch.plugins.environments import SLURMEnvironment
     from lightning.pytorch.strategies import StrategyRegistry
 
+    import common
+
     kind = StrategyRegistry[args.strategy]
     options = {"strategy": kind["strategy"](timeout=args.timeout, **kind["init_params"])}
     if SLURMEnvironment.detect() and "TORCHELASTIC_RUN_ID" not in os.environ:
         options["plugins"] = [SLURMEnvironment(auto_requeue=False)]
-    bar = sys.stderr.isatty()
-    return options | {"logger": False, "enable_model_summary": False, "enable_progress_bar": bar}
+    # Not "auto": Apple's mps has no collectives. A sanity check's samples would be counted.
+    options |= {"accelerator": "gpu" if common.gpu_count() else "cpu", "num_sanity_val_steps": 0}
+    options |= {"enable_checkpointing": bool(args.checkpoint), "logger": False}
+    return options | {"enable_model_summary": False, "enable_progress_bar": sys.stderr.isatty()}

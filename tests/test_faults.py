@@ -356,7 +356,7 @@ CLINIC += ["--checkpoint=", "--epochs=1"]
 
 def test_a_mismatch_is_a_timeout_and_the_flight_recorder_names_it(start, tmp_path):
     there = ["env", "-C", tmp_path, f"PYTHONPATH={ROOT}"]  # nothing may be written in it
-    place = f"--checkpoint={tmp_path}/elsewhere/x.pt"
+    place = f"--flight={tmp_path}/elsewhere/flight"
     job = start(*there, *CLINIC, "--case=mismatch", "--timeout=5", place)
     assert job.end() == 1
     assert "Timed out waiting 5000ms" in job.text

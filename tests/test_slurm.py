@@ -118,8 +118,6 @@ def reference(cluster, jobs_with_an_own_environment):
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.name[:2] != "00"], ids=lambda p: p.stem)
 def test_a_batch_file_trains_and_prints_the_numbers_of_rung_00(cluster, reference, path):
-    if "topics." in parts(path)[2] and not os.environ.get("CI"):
-        pytest.importorskip("torchdata")  # which topics may need, and rungs do not
     options, world_size = small(path)
     state, code, log = cluster.run(path, options, training(cluster, path.stem))
     assert (state, code) == ("COMPLETED", "0:0"), log
