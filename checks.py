@@ -180,9 +180,12 @@ def _check_launch(launcher: str, args: Namespace) -> None:
 def _slurm_step() -> tuple[int, int]:
     """Return how many tasks srun has started, on how many nodes: 1, 1 where it was not srun.
 
-    The shell of srun --pty has the variables of its step, but what is typed there runs once.
+    The shell of srun --pty has the variables of its step, but what is typed there runs once. What
+    an srun in that shell starts is told from it by its task's stdin, which is no terminal.
     """
-    env = {} if "SLURM_PTY_PORT" in os.environ else os.environ
+    stdin = os.path.realpath(f"/proc/{os.environ.get('SLURM_TASK_PID')}/fd/0")
+    shell = "SLURM_PTY_PORT" in os.environ and stdin.startswith("/dev/pts/")
+    env = {} if shell else os.environ
     return tuple(int(env.get(f"SLURM_STEP_NUM_{what}") or 1) for what in ("TASKS", "NODES"))
 
 

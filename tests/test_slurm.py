@@ -100,7 +100,8 @@ def losses(path):
 
 
 def training(cluster, name):
-    return ["--epochs", 2, "--checkpoint", "", "--log-json", cluster.logs / f"{name}.jsonl"]
+    checkpoint = ["--checkpoint", cluster.logs / f"{name}.pt"]
+    return ["--epochs", 2, *checkpoint, "--log-json", cluster.logs / f"{name}.jsonl"]
 
 
 @pytest.fixture(scope="module")
@@ -124,15 +125,18 @@ def test_a_batch_file_trains_and_prints_the_numbers_of_rung_00(cluster, referenc
     assert len(re.findall(rf"\.py \| world size {world_size} \|", log)) == 1, log
     assert re.findall(r"^epoch 2/2 \| train loss (\S+) ", log, re.M) == [f"{reference[-1]:.4f}"]
     assert losses(cluster.logs / f"{path.stem}.jsonl") == pytest.approx(reference, abs=5e-5)
-    assert re.search(r"^job \d+ \| .* \| endpoint n1:2\d{4}$", log, re.M), log
+    nodes = "n[1-2]" if world_size > 2 or path.name.startswith("04") else "n1"
+    assert re.search(rf"^job \d+ \| restart 0 \| {re.escape(nodes)} \| \d GPUs each$", log, re.M), (
+        log
+    )
     if path.name.startswith("03"):
-        table = re.findall(r"rank (\d) \| local rank (\d) \| (n\d) \|", log)
+        table = re.findall(r"^rank (\d) of 4 \| local rank (\d) on (n\d) \|", log, re.M)
         rows = [("0", "0", "n1"), ("1", "1", "n1"), ("2", "0", "n2"), ("3", "1", "n2")]
         assert sorted(table) == rows, log
 
 
 NO_GPU = ["--gpus-per-node=0", "--cpus-per-task=2"]
-EPOCH = ["--epochs", 1, "--checkpoint", ""]
+EPOCH = ["--epochs", 1]
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +157,7 @@ def test_a_partition_without_gpus_needs_no_edit(cluster, reference, jobs_with_an
     for job in (torchrun, jobs_with_an_own_environment["some"]):
         state, code, log = cluster.wait(job)
         assert (state, code) == ("COMPLETED", "0:0"), log
-        assert "GPUs a node 0 |" in log and "world size 2 |" in log
+        assert "| 0 GPUs each\n" in log and "world size 2 |" in log
         assert f"epoch 1/1 | train loss {reference[0]:.4f} |" in log
 
 
@@ -180,15 +184,94 @@ def test_what_cannot_work_is_refused_in_one_line(cluster, tmp_path, jobs_with_an
     """No job of these gets as far as srun."""
     srun_file = ROOT / "slurm" / "03_multinode_srun.sbatch"
     jobs = {
-        "no common.py in": cluster.submit(srun_file, [f"--chdir={tmp_path}"]),
-        "4 tasks for 1 GPUs on a node": cluster.submit(srun_file, ["--gpus-per-node=1"]),
+        "no 03_multinode.py in": cluster.submit(srun_file, [f"--chdir={tmp_path}"]),
+        "1 GPUs a node: --ntasks-per-node=1": cluster.submit(srun_file, ["--gpus-per-node=1"]),
     }
-    line = "python cannot import torch (command not found): see the EDIT block"
+    line = "python cannot import torch (command not found): see EDIT"
     jobs[line] = jobs_with_an_own_environment["bare"]
     for line, job in jobs.items():
         state, code, log = cluster.wait(job)
         assert (state, code) == ("FAILED", "1:0"), log
         assert line in log and len(log.splitlines()) <= 2 and "rank" not in log, log
+
+
+def edited(cluster, name, old, new):
+    """Return a copy of a batch file, in another folder, with a line changed."""
+    text = (ROOT / "slurm" / f"{name}.sbatch").read_text()
+    assert re.search(old, text, re.M), old
+    path = cluster.logs / f"{name}_edited.sbatch"
+    path.write_text(re.sub(old, new, text, flags=re.M))
+    return path
+
+
+def test_a_script_of_ones_own_from_any_folder(cluster, tmp_path):
+    (tmp_path / "mine.py").write_text("import os\nprint('rank', os.environ['RANK'], os.getcwd())\n")
+    path = edited(cluster, "03_multinode", "^SCRIPT=.*", "SCRIPT=mine.py")
+    options = [*NO_GPU, f"--chdir={tmp_path}"]
+    state, code, log = cluster.run(path, options)
+    assert (state, code) == ("COMPLETED", "0:0"), log
+    ranks = sorted(re.findall(r"^rank (\d) (.*)$", log, re.M))
+    assert ranks == [(str(rank), str(tmp_path)) for rank in range(4)], log
+
+
+@pytest.mark.parametrize("name", ["03_multinode", "03_multinode_srun"])
+def test_a_job_whose_port_is_taken_fails_and_does_not_join(cluster, name):
+    """Both jobs get port 20007; the second one ends, and the first one does not notice."""
+    path = edited(cluster, name, r"(port|PORT)=\$\(\(.*\)\)", r"\1=20007")
+    options = ["--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    holder = cluster.submit(path, options, ["--epochs", 60])
+    try:
+        deadline = time.monotonic() + 90
+        while not any(
+            "epoch 1/" in log.read_text() for log in cluster.logs.glob(f"*-{holder}.out")
+        ):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        state, code, log = cluster.run(path, options, ["--epochs", 1])
+        assert state == "FAILED" and "epoch 1/" not in log, log
+        assert re.search("EADDRINUSE|RendezvousConnectionError", log), log
+        assert "=RUNNING" in cluster.slurm("exec", "scontrol", "show", "job", holder).stdout
+    finally:
+        cluster.slurm("exec", "scancel", holder)
+        cluster.wait(holder)
+
+
+def test_ranks_meet_on_the_node_of_task_0(cluster, reference, tmp_path):
+    """With --distribution=arbitrary that need not be the first node of the job."""
+    (tmp_path / "hosts").write_text("n2\nn1\n")
+    path = ROOT / "slurm" / "03_multinode_srun.sbatch"
+    options = ["--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    cluster.env["SLURM_HOSTFILE"] = str(tmp_path / "hosts")
+    try:
+        job = cluster.submit(path, [*options, "--distribution=arbitrary"], EPOCH)
+    finally:
+        del cluster.env["SLURM_HOSTFILE"]
+    state, code, log = cluster.wait(job)
+    assert (state, code) == ("COMPLETED", "0:0"), log
+    assert re.search(r"^rank 0 of 2 \| local rank 0 on n2 ", log, re.M), log
+    assert f"epoch 1/1 | train loss {reference[0]:.4f} |" in log
+
+
+def test_torchruns_that_do_not_know_each_other(cluster):
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node=1", "03_multinode.py"]
+    done = cluster.slurm("exec", "srun", "-N2", "--ntasks-per-node=1", *torchrun)
+    line = "srun has started 2 torchruns that do not know each other: torchrun --nnodes=2"
+    assert done.returncode != 0 and f"03_multinode.py: {line}" in done.stdout, done.stdout
+    assert "epoch 1/" not in done.stdout
+
+
+def test_a_shell_of_srun_is_not_a_launch_but_an_srun_in_it_is(cluster, tmp_path):
+    """The other tasks of srun --pty have no terminal, and run the script too: only task 0 shall."""
+    count = "import checks; print('tasks', *checks._slurm_step())"
+    (tmp_path / "typed.sh").write_text(
+        f"""[ "$SLURM_PROCID" = 0 ] || exit 0
+python -c "{count}" </dev/null
+srun --overlap --ntasks=2 --ntasks-per-node=2 python -c "{count}"
+"""
+    )
+    srun = f"srun -N1 --ntasks=4 --ntasks-per-node=4 --pty bash {tmp_path}/typed.sh"
+    done = call("script", "-qec", f"{CLUSTER} exec {srun}", "/dev/null", env=cluster.env)
+    assert re.findall(r"tasks (\d) 1", done.stdout) == ["1", "2", "2"], done.stdout
 
 
 def test_the_nodes_are_apart_and_stop_leaves_nothing(cluster):
@@ -266,19 +349,22 @@ def test_a_batch_file_is_well_formed(path):
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.M))
     assert options["job-name"] == path.stem
     assert options["output"] == "%x-%j.out"  # no folder that might be missing
-    # A job that is put back into the queue keeps the log of its life before.
+    # A job that is put back into the queue keeps the log of its earlier attempts.
     assert "#SBATCH --open-mode=append\n#SBATCH --requeue\n" in text
     asked = {"nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time"}
     assert asked <= set(options)
     assert not any("SLURM_LAUNCH_NODE_IPADDR" in ln or "CUDA_VISIBLE_DEVICES" in ln for ln in code)
-    assert text.count("---- EDIT:") == 1
+    assert text.count("---- EDIT:") == 1 and text.count("\n") <= 45
+    # Nothing is exported that the launcher does not read.
+    assert ("MASTER_ADDR" in text) == (not ONE_TASK.search(text))
+    assert ("NPROC" in text) == path.name.startswith(("01", "02", "03_multinode."))
 
 
 def parts(path):
     """Return the three parts of a batch file: header, what all files share, launcher."""
     header, rest = path.read_text().split("\n# ---- EDIT:")
     shared, launcher = rest.split(LAUNCHER)
-    return header, shared, launcher
+    return header, re.sub("^SCRIPT=.*", "SCRIPT=", shared, flags=re.M), launcher
 
 
 def test_the_batch_files_differ_in_header_and_launcher_only():
@@ -296,26 +382,47 @@ def test_the_last_command_is_the_launcher(path):
     assert '--kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK"' in srun
 
 
-@pytest.mark.parametrize("path", RUNGS, ids=lambda p: p.stem)
-def test_without_a_head_node_nothing_starts(path, tmp_path):
-    """scontrol fails: no fallback to an address that may be the wrong one."""
-    started = tmp_path / "started"
-    stubs = {"scontrol": "exit 1", "python": "exit 0", "srun": f"touch {started}"}
+MEET = [path for path in RUNGS if "scontrol" in path.read_text()]
+
+
+def stubbed(path, folder, **stubs):
+    """Run a batch file with bash, where scontrol, python and srun are stubs; srun leaves a mark."""
+    stubs = {"scontrol": "echo n1", "python": "exit 0", "srun": f"touch {folder}/started"} | stubs
     for name, body in stubs.items():
-        stub = tmp_path / name
+        stub = folder / name
         stub.write_text(f"#!/bin/sh\n{body}\n")
         stub.chmod(0o755)
     job = {"JOB_ID": 7, "JOB_NAME": "test", "JOB_NODELIST": "n1", "NNODES": 1}
     job |= {"NTASKS_PER_NODE": 1, "CPUS_PER_TASK": 1, "GPUS_ON_NODE": 1}
     env = {f"SLURM_{name}": str(value) for name, value in job.items()}
-    env["PATH"] = f"{tmp_path}:/usr/bin:/bin"
-    answer = call("bash", "--norc", "--noprofile", path, env=env)
-    assert answer.returncode != 0 and not started.exists()
-    assert answer.stdout == "test: scontrol does not name the nodes\n"
+    env["PATH"] = f"{folder}:/usr/bin:/bin"
+    return call("bash", "--norc", "--noprofile", path, env=env)
 
-    (tmp_path / "scontrol").write_text("#!/bin/sh\necho n1\n")  # and with it, the stubs do start
-    answer = call("bash", "--norc", "--noprofile", path, env=env)
-    assert answer.returncode == 0 and started.exists(), answer.stdout
-    del env["SLURM_JOB_ID"]  # bash instead of sbatch
-    answer = call("bash", "--norc", "--noprofile", path, env=env)
-    assert answer.returncode != 0 and "this file is for sbatch" in answer.stdout
+
+@pytest.mark.parametrize("path", MEET, ids=lambda p: p.stem)
+def test_without_a_head_node_nothing_starts(path, tmp_path):
+    """scontrol fails: no fallback to an address that may be the wrong one."""
+    answer = stubbed(path, tmp_path, scontrol="exit 1")
+    assert answer.returncode != 0 and not (tmp_path / "started").exists()
+    assert answer.stdout.endswith("test: scontrol does not name the nodes\n"), answer.stdout
+    answer = stubbed(path, tmp_path)  # and with it, the stubs do start
+    assert answer.returncode == 0 and (tmp_path / "started").exists(), answer.stdout
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("line", ["source /nowhere", "conda activate my_env"])
+def test_a_line_of_the_edit_block_that_fails_ends_the_job(path, line, tmp_path):
+    text = path.read_text().replace("# module load python\n", f"{line}\n")
+    edited = tmp_path / path.name
+    edited.write_text(text)
+    answer = stubbed(edited, tmp_path)
+    assert answer.returncode != 0 and not (tmp_path / "started").exists()
+    why, ours = answer.stdout.splitlines()  # bash's reason, and where
+    assert ours == f"test: this line of the EDIT block has failed: {line}", answer.stdout
+
+
+def test_a_batch_file_is_for_sbatch():
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    for path in FILES:
+        answer = call("bash", "--norc", "--noprofile", path, env=env)
+        assert answer.returncode != 0 and "this file is for sbatch" in answer.stdout

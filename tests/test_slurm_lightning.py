@@ -7,12 +7,14 @@ import sys
 import time
 
 import pytest
-from test_lightning import FILES, assert_epochs, by_hand
+from test_lightning import assert_epochs, by_hand
 from test_slurm import cluster  # noqa: F401  a fixture: skips without Slurm, but never in CI
 
+import checks
 import common
 from ladder import ROOT, fork, launcher_env
 
+FILES = ["04_lightning.py", *(f"topics/{path.name}" for path in ROOT.glob("topics/lightning_*.py"))]
 FILE = ROOT / "slurm" / "04_lightning.sbatch"
 TWO_TASKS = ["--gpus-per-node=0", "--cpus-per-task=1", "--nodes=1", "--ntasks-per-node=2"]
 NOT_SRUN = "waits for the other tasks of the Slurm job: start it with {} python, not python"
@@ -93,7 +95,7 @@ def test_each_task_must_see_all_gpus_of_its_node(env, devices, gpus, line):
     def some_gpus():
         by_hand()
         common.gpu_count = lambda: gpus
-        common.read_checkpoint = lambda args: sys.exit(7)
+        checks.lightning_epochs = lambda args: sys.exit(7)
 
     done = fork("04_lightning.py", 1, f"--devices={devices}", env=env, before=some_gpus)
     lines = f"04_lightning.py: {line}\n" if line else ""
@@ -127,13 +129,13 @@ TORCHRUN_ON_EACH = launcher_env(0, 3, "0") | {"WORLD_SIZE": "6", "GROUP_WORLD_SI
 )
 def test_devices_and_nodes_are_those_of_the_launcher(env, devices, nodes):
     def show_and_end():
-        def read_checkpoint(args):
+        def lightning_epochs(args):
             print(args.devices, args.num_nodes, args.per_rank_batch)
             sys.exit(7)
 
         by_hand()
         os.environ.update(env)
-        common.read_checkpoint = read_checkpoint
+        checks.lightning_epochs = lightning_epochs
 
     done = fork("04_lightning.py", 1, before=show_and_end)
     assert done.codes == [7], done.err
@@ -183,9 +185,9 @@ def test_a_torchrun_on_each_node(cluster, reference):  # noqa: F811
     log = cluster.logs / "torchrun.jsonl"
     text = (ROOT / "slurm" / "03_multinode.sbatch").read_text()
     script = cluster.logs / "torchrun.sbatch"
-    script.write_text(text.replace("03_multinode.py", "04_lightning.py"))
+    script.write_text(text.replace("SCRIPT=03_multinode.py", "SCRIPT=04_lightning.py"))
     options = ["--gpus-per-node=0", "--cpus-per-task=2"]
-    training = ["--epochs=1", "--checkpoint=", f"--log-json={log}"]
+    training = ["--epochs=1", f"--log-json={log}"]
     state, code, text = cluster.run(script, options, training)
     assert (state, code) == ("COMPLETED", "0:0"), text
     assert text.count("04_lightning.py | world size 4 | batch 24 x 4 = 96") == 1, text
@@ -195,7 +197,7 @@ def test_a_torchrun_on_each_node(cluster, reference):  # noqa: F811
 def test_an_interactive_shell_of_one_task(cluster, reference):  # noqa: F811
     """Lightning starts the ranks itself, as on a machine without Slurm."""
     log = cluster.logs / "shell.jsonl"
-    training = ["--epochs=1", "--checkpoint=", f"--log-json={log}"]
+    training = ["--epochs=1", f"--log-json={log}"]
     command = ["salloc", "--nodes=1", "--ntasks=1", "python", "04_lightning.py", *training]
     done = cluster.slurm("exec", *command)
     assert done.returncode == 0 and "world size 2 | batch 48 x 2 = 96" in done.stdout, done.stdout
@@ -213,7 +215,7 @@ def test_back_to_the_queue(way, cluster, reference, tmp_path):  # noqa: F811
     if way == "USR1":
         text = (ROOT / "slurm" / "requeue.sbatch").read_text()
         script = tmp_path / "requeue.sbatch"
-        script.write_text(text.replace("-m topics.preemption", "04_lightning.py"))
+        script.write_text(text.replace("topics/preemption.py", "04_lightning.py"))
     training = ["--epochs=3", f"--checkpoint={checkpoint}", f"--log-json={log}"]
     job = cluster.submit(script, TWO_TASKS, training)
     deadline = time.monotonic() + 90
@@ -226,10 +228,10 @@ def test_back_to_the_queue(way, cluster, reference, tmp_path):  # noqa: F811
     state, code, text = cluster.wait(job)
     assert (state, code) == ("COMPLETED", "0:0"), text
     if way == "USR1":
-        assert "stopped as asked (exit code 138), back to the queue" in text, text
-    # The log has both lives, one after the other.
+        assert "DUE TO JOB REQUEUE" in text, text
+    # The log has both attempts, one after the other.
     assert re.findall(rf"^job {job} \| restart (\d) \|", text, re.M) == ["0", "1"], text
     assert text.count("epoch 1/3") == 1, text
-    assert len(re.findall(r"has \d epochs, going on", text)) == 1, text
+    assert len(re.findall(r"x.pt: resumes after epoch \d", text)) == 1, text
     assert_epochs(logged(log), reference)
     assert not [*tmp_path.glob("hpc_ckpt*"), *ROOT.glob("hpc_ckpt*")]
