@@ -92,7 +92,7 @@ def strategies():
     # Against the rows of 02 of the same commit: they were measured in one go.
     together = ["model", "image_size", "per_rank_batch", "devices", "place", "commit"]
     plain = rows[rows.script == "02_torchrun.py"].groupby(together)[names].median()
-    rows, parts = latest(rows).join(plain, on=together, rsuffix="_02"), []
+    rows, parts = latest(rows).merge(plain, "left", on=together, suffixes=("", "_02")), []
     rows = rows.assign(**{f"{name}_02": rows[name] / rows[f"{name}_02"] for name in names})
     for work, group in rows.groupby(together[:-1], sort=False):
         medians = group.groupby(["script", "options"], sort=False).median(numeric_only=True)

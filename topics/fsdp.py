@@ -114,7 +114,7 @@ def main(args):
             weights, momentum = get_state_dict(model, optimizer)
             state = {"weights": weights, "optimizer": momentum, "epochs": epoch + 1}
             state |= {name: getattr(args, name) for name in checks.RESUME_KEYS}
-            dcp.save(state, checkpoint_id=folder / f"{epoch + 1:04}")  # all ranks, each its own
+            dcp.save(state, checkpoint_id=folder / f"{epoch + 1:04}")  # every rank writes its shard
             if rank == 0:
                 shutil.rmtree(folder / f"{epoch - 1:04}", ignore_errors=True)
         if rank == 0:
