@@ -205,7 +205,9 @@ def edited(cluster, name, old, new):
 
 
 def test_a_script_of_ones_own_from_any_folder(cluster, tmp_path):
-    (tmp_path / "mine.py").write_text("import os\nprint('rank', os.environ['RANK'], os.getcwd())\n")
+    (tmp_path / "mine.py").write_text(
+        "import os\nprint(f'rank {os.environ[\"RANK\"]} {os.getcwd()}\\n', end='')\n"
+    )
     path = edited(cluster, "03_multinode", "^SCRIPT=.*", "SCRIPT=mine.py")
     options = [*NO_GPU, f"--chdir={tmp_path}"]
     state, code, log = cluster.run(path, options)

@@ -25,7 +25,7 @@ TWO_ON_ONE = "--nodes=1 --ntasks-per-node=2"
 ONE_GPU_EACH = "4 tasks on a node, and each sees one GPU. In Lightning it must see all: use "
 ONE_GPU_EACH += "--gpus-per-node=4, not --gpus-per-task"
 SHELL = "each of 2 tasks would train alone: use srun --job-name=train python"
-TORCHRUNS = "srun has started it 2 times on 1 nodes: use --ntasks-per-node=1"
+TORCHRUNS = "srun has started 2 torchruns on 1 nodes: use --ntasks-per-node=1"
 
 
 def job(tasks, nodes=1, name="train", step=True, **more):
