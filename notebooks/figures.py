@@ -118,7 +118,7 @@ def quickest(found):
 
 def draws(points, count=2000):
     """Return so many sets of speeds, each drawn from low to high, most of them near middle."""
-    source, ranges = random.Random(0), points[["low", "high", "middle"]].to_numpy()
+    source, ranges = random.Random(0), points[["low", "high", "middle"]].to_numpy().tolist()
     return np.array([[source.triangular(*some) for some in ranges] for _ in range(count)])
 
 
