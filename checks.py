@@ -71,7 +71,8 @@ class Parser(ArgumentParser):
         self.add_argument("--local-rank", "--local_rank", help=SUPPRESS)
 
     def error(self, message: str) -> NoReturn:
-        fail(message)
+        text, choose, choices = message.partition("(choose from ")
+        fail(text + choose + choices.replace("'", ""))  # some Pythons quote them
 
 
 def free_port() -> str:
