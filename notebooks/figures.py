@@ -37,7 +37,7 @@ plt.rcParams.update({"grid.color": "#dddddd", "axes.axisbelow": True, "hatch.lin
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9})
 plt.rcParams.update({"axes.titlesize": 9, "figure.constrained_layout.use": True})
 plt.rcParams.update({"legend.fontsize": 8, "legend.frameon": False, "svg.hashsalt": "ddp"})
-pd.options.display.width = 160
+pd.set_option("display.width", 200, "display.max_columns", 20)
 
 # ---- tables --------------------------------------------------------------------------------------
 
