@@ -71,6 +71,15 @@ def end_like_ctrl_c() -> None:
     for number in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:  # not on Windows
         if signal.getsignal(number) is signal.SIG_DFL:  # else it is ignored, as under nohup
             signal.signal(number, signal.default_int_handler)
+    sys.excepthook = _excepthook
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, trace: object) -> None:
+    """Who has interrupted a benchmark needs no traceback. Python still ends by SIGINT."""
+    if kind is KeyboardInterrupt:
+        print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 def run(rung: str, processes: int, options: list[str]) -> tuple[list[dict], float]:
