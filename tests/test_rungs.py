@@ -732,6 +732,7 @@ def test_take_device(monkeypatch, kind, count, local_rank, torchrun, device):
         torch.accelerator, "current_accelerator", lambda check_available: accelerator
     )
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: kind == "mps")
     monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     if not torchrun:
