@@ -3,7 +3,7 @@
 Standalone: it needs no common.py, and below EDIT nothing knows of images. Its losses are 03's.
 
 Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 topics/standalone.py
-All GPUs, save and resume:  torchrun ... --nproc-per-node=gpu topics/standalone.py --checkpoint FILE
+All GPUs, save and resume:  the same with --nproc-per-node=gpu, with --checkpoint FILE
 """
 
 import os
