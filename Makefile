@@ -1,5 +1,5 @@
 # make tour     install into .venv what is needed, run every rung on this machine, compare the numbers
-# make check    after a change of a rung: the contract, the budgets, the documents, in 4 minutes on two cores
+# make check    after a change of a rung: the contract, the budgets, the documents
 #               (tests/test_contract.py, test_budgets.py and test_docs.py, without what is slow in them)
 # make test     the same installation, then the whole test suite
 # make figures  draw the figures of the README again, from results/
