@@ -193,7 +193,8 @@ def test_commands_run(block, tmp_path):
         good = (0, 1) if command.startswith("diff") else (0,)  # 1: the files differ, as they should
         assert run.returncode in good, f"{command}\n{run.stdout}{run.stderr}"
         if not command.startswith("diff"):
-            assert "test accuracy" in run.stdout, f"{command}\n{run.stdout}"
+            said = ("test accuracy", "nothing left to do")  # a finished run evaluates nothing
+            assert any(words in run.stdout for words in said), f"{command}\n{run.stdout}"
     if "checkpoints/mine.pt" in block:
         assert "nothing left to do" in run.stdout and "train loss" not in run.stdout
 
