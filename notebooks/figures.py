@@ -193,7 +193,7 @@ def panels(found, what, height=2.8, columns=1):
 def line(ax, index, x, points, **style):
     """Draw the middle of points over x, with the range from low to high."""
     color, dashes, marker = LINES[index % len(LINES)]
-    error = (points.middle - points.low).clip(0), (points.high - points.middle).clip(0)
+    error = np.array([points.middle - points.low, points.high - points.middle]).clip(0)
     style = {"color": color, "ls": dashes, "marker": marker, "ms": 5, "capsize": 3} | style
     ax.errorbar(x, points.middle, error, **style)
 

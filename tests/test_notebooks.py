@@ -252,9 +252,7 @@ def test_without_files_nothing_is_written(tmp_path):
 
 
 def test_work_measured_again_counts_as_it_was_last(tmp_path):
-    """The speed of the last commit, and the median of the runs there."""
     rows = table((1, 2), 0.1)
     first = [row | {"samples_per_second": 1, "min": 1, "max": 1, "commit": "old"} for row in rows]
-    quick = [row | {"samples_per_second": row["samples_per_second"] * 9} for row in rows]
-    said, _ = draw([*first, *rows, *rows, *quick], tmp_path)
+    said, _ = draw([*first, *first, *rows], tmp_path)
     assert "0.1000" in said
