@@ -294,11 +294,8 @@ def reading(path: str) -> Iterator[None]:
         refused = re.search(r"(?:GLOBAL|class) (\S+) was not an allowed global", str(error))
         why = f"it holds a {refused[1]}, and weights_only=True takes plain data" if refused else ""
         why = why or getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        fail(f"cannot read {path}: {why or kind_of(error)}. Use another --checkpoint, or delete it")
-
-
-def kind_of(error: BaseException) -> str:
-    return type(error).__name__
+        why = why or type(error).__name__  # an EOFError has no words
+        fail(f"cannot read {path}: {why}. Use another --checkpoint, or delete it")
 
 
 def resumable(state: dict, args: Namespace) -> dict:
@@ -361,9 +358,7 @@ def same_on_all_ranks(args: Namespace, epochs: int, train_set: Sized | None = No
     train_set: Lightning would pass over one without a full batch in silence.
     """
     if train_set is not None and len(train_set) < args.batch_size:
-        fail(
-            f"no full batch of {args.batch_size} in the training set: nothing to train on", 2, True
-        )
+        _no_full_batch(args)
     own = {f"--{k.replace('_', '-')}": str(v) for k, v in vars(args).items() if k not in FREE}
     own |= {"epochs behind it": epochs}
     exists = bool(args.checkpoint) and os.path.exists(args.checkpoint)
@@ -380,20 +375,21 @@ def same_on_all_ranks(args: Namespace, epochs: int, train_set: Sized | None = No
             fail(text, all_ranks=True)
 
 
+def _no_full_batch(args: Namespace, kept: str = "") -> NoReturn:
+    text = f"no full batch of {args.batch_size} in the training set: nothing to train on"
+    fail(text + kept, all_ranks=True)
+
+
 def loss_is_finite(args: Namespace, epoch: int, sums: torch.Tensor) -> None:
     """End all ranks, which have the same sums, before a useless epoch spoils the checkpoint."""
     loss, samples = sums[:2].tolist()
     exists = args.checkpoint and os.path.exists(args.checkpoint)
     kept = f"; {args.checkpoint} stays as it was" if exists else ""
     if not samples:
-        fail(
-            f"no full batch of {args.batch_size} in the training set: nothing to train on{kept}",
-            2,
-            True,
-        )
+        _no_full_batch(args, kept)
     if not math.isfinite(loss):
         text = f"train loss {loss / samples} in epoch {epoch + 1}{kept}"
-        fail(f"{text}. Try a smaller --lr than {args.lr}", 1, True)
+        fail(f"{text}. Try a smaller --lr than {args.lr}", 1, all_ranks=True)
 
 
 def ignore_signals(worker: int) -> None:
