@@ -54,11 +54,14 @@ def fail(message: str, code: int = 2, all_ranks: bool = False) -> NoReturn:
     as one has ended. all_ranks: they all call this, so that NCCL's group can be destroyed too.
     """
     local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or rank()
-    if dist.is_initialized() and (all_ranks or dist.get_backend() == "gloo"):
+    alone_of_spawn = multiprocessing.parent_process() and not all_ranks
+    if dist.is_initialized() and not alone_of_spawn and (all_ranks or dist.get_backend() == "gloo"):
         dist.destroy_process_group()
     if int(local_rank) > 0:
         time.sleep(10)
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
+    if alone_of_spawn:  # at once: mp.spawn must not hear first of those that lose this connection
+        os._exit(code)
     sys.exit(code)
 
 

@@ -409,8 +409,14 @@ def with_sizes(train: int, test: int):
     return before
 
 
-@pytest.mark.parametrize("rung", PARALLEL)
-@pytest.mark.parametrize(("train", "test"), [(97, 1), (100, 2), (101, 3), (96, 4), (131, 22)])
+SIZES = [(97, 1), (100, 2), (101, 3), (96, 4), (131, 22)]
+
+
+# Lightning skips validation where a rank has no test sample: 04 refuses such a set in one line.
+@pytest.mark.parametrize(
+    ("rung", "train", "test"),
+    [(rung, *sizes) for rung in PARALLEL for sizes in SIZES if sizes[1] > 2 or "04" not in rung],
+)
 def test_every_test_sample_counts_once(rung, train, test):
     """Sets that do not divide by three ranks, and ranks without any test sample."""
     before = with_sizes(train, test)
@@ -569,7 +575,7 @@ WRONG = {
     "no rate": (["--lr=0"], "--lr must be more than 0"),
     "not a number": (["--lr=fast"], "invalid float value"),
     "no workers": (["--num-workers=-1"], "--num-workers must be 0 or more"),
-    "no timeout": (["--timeout=0"], "--timeout must be more than 0"),
+    "no timeout": (["--timeout=0"], "argument --timeout: must be more than 0"),
     "unknown option": (["--epoch-count=3"], "unrecognized arguments"),
     "unknown data": (["--dataset=imagenet"], "no --dataset imagenet: use digits, MNIST"),
     "unknown model": (["--model=resnet51"], "--model resnet51"),

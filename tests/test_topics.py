@@ -259,7 +259,7 @@ def test_logging_metrics(reference, tmp_path):
 
 def test_a_topic_finds_common_from_any_folder_and_before_any_other(tmp_path):
     (tmp_path / "common.py").write_text("raise ImportError('this is not the one')")
-    for path in sorted(ROOT.glob("topics/*.py")):
+    for path in sorted(set(ROOT.glob("topics/*.py")) - {ROOT / "topics" / "standalone.py"}):
         [line] = [line for line in path.read_text().splitlines() if line.startswith("sys.path")]
         assert line.startswith('sys.path.insert(0, f"{os.path.dirname(__file__)}/..")'), path
     here = {"cwd": tmp_path, "env": {"PYTHONPATH": str(tmp_path)}}
