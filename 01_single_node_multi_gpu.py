@@ -63,6 +63,8 @@ def main(rank, world_size, args):
             sums[0] += loss.detach() * len(labels)
             sums[1] += len(labels)
         seconds = common.seconds_since(start, device)
+        for buffer in model.buffers():  # batch norm's: evaluate what rank 0 saves
+            dist.broadcast(buffer, src=0)
         sums[2:] = common.evaluate(model.module, test_loader, device)
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
         checks.loss_is_finite(args, epoch, sums)
@@ -74,7 +76,6 @@ def main(rank, world_size, args):
 
 if __name__ == "__main__":
     args = common.parse_args("spawn", nproc=common.gpu_count() or 2)
-    os.environ["MASTER_ADDR"] = "127.0.0.1"  # where the ranks meet
-    os.environ["MASTER_PORT"] = checks.free_port()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=checks.free_port())  # they meet there
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # or every rank takes all cores
     mp.spawn(main, args=(args.nproc, args), nprocs=args.nproc)

@@ -27,14 +27,13 @@ class Images(L.LightningDataModule):
     def setup(self, stage):
         self.train_set, self.test_set = common.load_datasets(self.args)
         checks.same_on_all_ranks(self.args, self.args.start_epoch, self.train_set)  # all ranks
-        self.options = common.loader_options(self.args, self.trainer.strategy.root_device)
+        self.device = self.trainer.strategy.root_device
+        self.options = common.loader_options(self.args, self.device)
         self.options["batch_size"] = self.args.per_rank_batch
 
     def train_dataloader(self):  # Lightning calls sampler.set_epoch
         sampler = DistributedSampler(self.train_set, seed=self.args.seed, drop_last=True)
-        where = (
-            f"rank {sampler.rank} of {sampler.num_replicas} | {self.trainer.strategy.root_device}"
-        )
+        where = f"rank {sampler.rank} of {sampler.num_replicas} | {self.device}"
         print(f"{where} | {len(sampler)} samples\n", end="", flush=True)  # all ranks
         return DataLoader(self.train_set, sampler=sampler, drop_last=True, **self.options)
 
@@ -72,12 +71,13 @@ class Classifier(L.LightningModule):
 
     def on_validation_start(self):  # after the last training batch
         self.seconds = common.seconds_since(self.start, self.device)
+        for buffer in self.buffers():  # batch norm's: evaluate what rank 0 saves
+            torch.distributed.broadcast(buffer, src=0)
 
     def validation_step(self, batch, batch_index):
         correct = self.model(batch[0]).argmax(dim=1) == batch[1]
-        self.log_dict(
-            {"correct": correct.sum().float(), "tested": float(len(correct))}, **self.sums
-        )
+        found = {"correct": correct.sum().float(), "tested": float(len(correct))}
+        self.log_dict(found, **self.sums)
 
     def on_train_epoch_end(self):  # after validation, before the checkpoint
         metrics = self.trainer.callback_metrics  # all ranks: adds up over the ranks

@@ -4,10 +4,13 @@ On the CPU, with Gloo; test_tour.py does it on GPUs, with NCCL, where there are 
 """
 
 import functools
+from argparse import Namespace
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
+import common
 from ladder import PARALLEL, RUNGS, Result, fork
 
 WORLD_SIZES = [1, 2, 3, 4]
@@ -116,3 +119,24 @@ def test_the_contract_notices(rung, mutation):
     with pytest.raises(AssertionError):
         assert_same(broken, reference)
     assert_same(run(rung, world_size, "--epochs=2"), reference)
+
+
+def norm_added(model: torch.nn.Sequential) -> torch.nn.Sequential:
+    """Running statistics without a memory: those of a rank's last few images."""
+    return model.append(torch.nn.BatchNorm1d(10, momentum=1))
+
+
+def with_batch_norm() -> None:
+    build_model = common.build_model
+    common.build_model = lambda args: norm_added(build_model(args))
+
+
+@pytest.mark.parametrize("rung", PARALLEL)
+def test_the_accuracy_is_that_of_the_saved_model(rung):
+    result = fork(rung, 2, "--epochs=1", "--batch-size=32", before=with_batch_norm)
+    assert not any(result.codes), result.err
+    args = Namespace(model="small", dataset="digits", channels=1, image_size=28)
+    model, (_, test_set) = norm_added(common.build_model(args)), common.load_datasets(args)
+    model.load_state_dict(result.weights[0])
+    correct, tested = common.evaluate(model, DataLoader(test_set, 100), torch.device("cpu"))
+    assert result.epochs[0]["test_accuracy"] == pytest.approx(correct.item() / tested.item())

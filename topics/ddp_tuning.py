@@ -134,6 +134,8 @@ def main(args):
             sums[1] += len(labels)
         seconds = common.seconds_since(start, device)
         steps, calls, size = len(train_loader), len(sent), sum(sent)
+        for buffer in model.buffers():  # batch norm's: evaluate what rank 0 saves
+            dist.broadcast(buffer, src=0)
         sums[2:] = common.evaluate(model.module, test_loader, device)
         divergence = max_divergence(model.module)
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks

@@ -4,7 +4,7 @@ Stage 0 shards nothing, 1 the momentum, 2 the gradients too, 3 the weights too; 
 those of 02. From stage 1 on, a rank also steps a copy of its shard of the weights, even in fp32.
 --checkpoint FILE is one that 00 to 03 read, and FILE.shards a folder beside it, from which a run of
 the same stage and number of ranks resumes. Needs: pip install deepspeed
-Budget: +61 -7 because sharded state is counted, gathered for test and file, and saved in shards.
+Budget: +62 -8 because sharded state is counted, gathered for test and file, and saved in shards.
 Step: model.backward and model.step because that is where the engine shards and gathers.
 
 Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.deepspeed_zero
@@ -130,6 +130,8 @@ def main(args):
         for whole, part in zip(plain.parameters(), model.parameters(), strict=True):
             buffer = safe_get_full_optimizer_state(part, "momentum_buffer")  # all ranks
             momentum.state[whole] = optimizer.state.get(part) or {"momentum_buffer": buffer}
+        for buffer in plain.buffers():  # batch norm's: evaluate what rank 0 saves
+            dist.broadcast(buffer, src=0)
         sums[2:] = common.evaluate(plain, test_loader, device)
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
         checks.loss_is_finite(args, epoch, sums)

@@ -11,7 +11,7 @@ One process resumes:        the same with --nproc-per-node=1 --epochs 6
 All GPUs:                   the same with --nproc-per-node=gpu
 In bfloat16:                the same with --param-dtype bfloat16
 What changed:               diff -U0 -w 02_torchrun.py topics/fsdp.py
-Budget: +49 -7 because a sharded model needs another checkpoint and a whole copy to evaluate.
+Budget: +50 -8 because a sharded model needs another checkpoint and a whole copy to evaluate.
 """
 
 import os
@@ -107,6 +107,8 @@ def main(args):
             sums[1] += len(labels)
         seconds = common.seconds_since(start, device)
         plain.load_state_dict(get_model_state_dict(model, options=whole))  # all ranks gather it
+        for buffer in plain.buffers():  # batch norm's: evaluate what rank 0 saves
+            dist.broadcast(buffer, src=0)
         sums[2:] = common.evaluate(plain, test_loader, device)
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
         checks.loss_is_finite(args, epoch, sums)

@@ -89,6 +89,8 @@ def main(args):
             # Summed on the device: to read the loss at every step would stop the GPU each time.
             sums[1] += len(labels)
         seconds = common.seconds_since(start, device)
+        for buffer in model.buffers():  # batch norm's: evaluate what rank 0 saves
+            dist.broadcast(buffer, src=0)
         sums[2:] = common.evaluate(model.module, test_loader, device)
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
         checks.loss_is_finite(args, epoch, sums)

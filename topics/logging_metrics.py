@@ -83,6 +83,8 @@ def main(args):
             sums[0] += loss.detach() * len(labels)
             sums[1] += len(labels)
         seconds = common.seconds_since(start, device)
+        for buffer in model.buffers():  # batch norm's: evaluate what rank 0 saves
+            dist.broadcast(buffer, src=0)
         sums[2:] = common.evaluate(model.module, test_loader, device)
         local, gathered, part = sums[0] / sums[1], [None] * world_size, sums[:2].clone()
         dist.all_gather_object(gathered, round(local.item(), 4))  # all ranks

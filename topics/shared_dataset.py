@@ -107,6 +107,8 @@ def main(rank, world_size, args, shared, parents):
             sums[0] += loss.detach() * len(labels)
             sums[1] += len(labels)
         seconds = common.seconds_since(start, device)
+        for buffer in model.buffers():  # batch norm's: evaluate what rank 0 saves
+            dist.broadcast(buffer, src=0)
         sums[2:] = common.evaluate(model.module, test_loader, device)
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
         checks.loss_is_finite(args, epoch, sums)
@@ -134,8 +136,7 @@ def main(rank, world_size, args, shared, parents):
 if __name__ == "__main__":
     kinds = ("shared", "mmap", "copy")
     args = common.parse_args("spawn", nproc=common.gpu_count() or 2, storage=kinds)
-    os.environ["MASTER_ADDR"] = "127.0.0.1"  # where the ranks meet
-    os.environ["MASTER_PORT"] = checks.free_port()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=checks.free_port())  # they meet there
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # or every rank takes all cores
     sets = common.load_datasets(args) if args.storage == "shared" else []
     room = shutil.disk_usage("/dev/shm").free if sys.platform == "linux" else float("inf")

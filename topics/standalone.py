@@ -1,7 +1,6 @@
 """Topic: the whole of rung 03 in one file, to copy: your data, model, loss and metric go in EDIT.
 
 Standalone: it needs no common.py, and below EDIT nothing knows of images. Its losses are 03's.
-
 Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 topics/standalone.py
 All GPUs, save and resume:  the same with --nproc-per-node=gpu, with --checkpoint FILE
 """
@@ -27,11 +26,10 @@ def metric_sum(outputs, targets):  # a sum over samples can be added up over ran
 
 
 def load_datasets():  # to train and to test; a sample is (inputs, targets)
-    file, sets = np.load(f"{os.path.dirname(__file__)}/../data/digits.npz"), []
+    file = np.load(f"{os.path.dirname(__file__)}/../data/digits.npz")
     for part in ("train", "test"):
         images = torch.from_numpy(file[f"{part}_images"]).float()[:, None]
-        sets.append(TensorDataset(images, torch.from_numpy(file[f"{part}_labels"]).long()))
-    return sets
+        yield TensorDataset(images, torch.from_numpy(file[f"{part}_labels"]).long())
 
 
 def build_model():
@@ -47,7 +45,8 @@ def build_model():
 @record  # a rank that fails reports its traceback to torchrun
 def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if args.batch_size % world_size:
+    batch, rest = divmod(args.batch_size, world_size)
+    if rest:
         raise SystemExit(f"--batch-size {args.batch_size} does not split into {world_size} shares")
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -56,7 +55,6 @@ def main(args):
     dist.init_process_group(timeout=timedelta(minutes=5))  # nccl on GPUs, gloo on the CPU
     torch.manual_seed(args.seed)
     train_set, test_set = load_datasets()
-    batch = args.batch_size // world_size
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = DataLoader(train_set, batch, sampler=sampler, drop_last=True)
     test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), batch)
@@ -82,6 +80,8 @@ def main(args):
             optimizer.step()
             sums[0] += loss.detach() * len(targets)
             sums[1] += len(targets)
+        for buffer in model.buffers():  # batch norm's: evaluate what rank 0 saves
+            dist.broadcast(buffer, src=0)
         model.eval()
         for inputs, targets in test_loader:
             with torch.no_grad():

@@ -82,6 +82,8 @@ def main(args):
             state = optimizer.state[weight]
             dist.broadcast(state.setdefault("momentum_buffer", torch.zeros_like(weight)), src=0)
         seconds = common.seconds_since(start, device)
+        for buffer in model.buffers():  # batch norm's: evaluate what rank 0 saves
+            dist.broadcast(buffer, src=0)
         sums[2:] = common.evaluate(model.module, test_loader, device)
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
         checks.loss_is_finite(args, epoch, sums)
