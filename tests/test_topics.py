@@ -268,3 +268,23 @@ def test_a_topic_finds_common_from_any_folder_and_before_any_other(tmp_path):
     assert f"Start it with: torchrun --standalone --nproc-per-node=2 {path}" in done.stderr
     done = launch(sys.executable, ROOT / "topics" / "lightning_launch.py", "--epochs=1", **here)
     assert done.returncode == 0, done.stderr
+
+
+STARTED = ["02_torchrun.py", "03_multinode.py", "04_lightning.py", "topics/sync_once.py"]
+STARTED += [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("topics/lightning_*.py"))]
+
+
+@pytest.mark.parametrize("script", STARTED)
+def test_a_rank_that_fails_tells_torchrun_why(script, tmp_path):
+    """Without @record torchrun would have nothing to report: error_file: <N/A>."""
+
+    def no_optimizer():
+        def fail(*args, **kwargs):
+            raise ValueError("it is this one")
+
+        torch.optim.SGD = fail
+
+    env = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    options = [f"--checkpoint={tmp_path / 'x'}", "--dataset=fake:96", "--image-size=8"]
+    done = fork(script, 1, *options, before=no_optimizer, env=env)
+    assert done.codes == [1] and "it is this one" in (tmp_path / "error.json").read_text(), done.err

@@ -62,4 +62,4 @@ def main(args):
 if __name__ == "__main__":
     options = checks.lightning_options()
     options["strategy"] = ("ddp", *checks.MULTIPROCESSING_STRATEGIES)
-    main(common.parse_args("lightning", **options, plain=""))
+    rung.record(main)(common.parse_args("lightning", **options, plain=""))

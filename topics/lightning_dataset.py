@@ -75,4 +75,4 @@ class CountCopies(L.Callback):
 
 if __name__ == "__main__":
     args = common.parse_args("lightning", **checks.lightning_options())
-    rung.main(args, data=Images, callbacks=[CountCopies()])
+    rung.record(rung.main)(args, data=Images, callbacks=[CountCopies()])

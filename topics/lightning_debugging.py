@@ -38,4 +38,5 @@ if __name__ == "__main__":
     # Only ddp: rank 0 is this process, which has the terminal.
     options = checks.lightning_options() | {"strategy": ("ddp",), "at": 2}
     args = common.parse_args("lightning", **options)
-    rung.main(args, module=Classifier, enable_progress_bar=False)  # rich's hides the prompt
+    # Lightning's progress bar, by rich, hides the prompt.
+    rung.record(rung.main)(args, module=Classifier, enable_progress_bar=False)

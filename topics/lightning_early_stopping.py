@@ -54,4 +54,4 @@ def main(args):
 if __name__ == "__main__":
     # ddp: what the callbacks have seen is in this process, not in one that it has forked.
     options = checks.lightning_options() | {"strategy": ("ddp", "fsdp"), "patience": 2}
-    main(common.parse_args("lightning", **options, log=("sync_dist", "own", "rank_0")))
+    rung.record(main)(common.parse_args("lightning", **options, log=("sync_dist", "own", "rank_0")))

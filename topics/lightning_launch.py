@@ -31,4 +31,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(common.parse_args("lightning", **checks.lightning_options()))
+    rung.record(main)(common.parse_args("lightning", **checks.lightning_options()))

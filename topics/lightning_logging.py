@@ -94,4 +94,4 @@ def main(args):
 if __name__ == "__main__":
     # ddp: the numbers are in this process, not in one that it has forked.
     options = checks.lightning_options() | {"strategy": ("ddp", "fsdp"), "deadlock": 0}
-    main(common.parse_args("lightning", **options))
+    rung.record(main)(common.parse_args("lightning", **options))

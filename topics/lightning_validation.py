@@ -64,4 +64,4 @@ def main(args):
 if __name__ == "__main__":
     # ddp: the last Trainer needs the weights in this process, not in one that it has forked.
     options = checks.lightning_options() | {"strategy": ("ddp",)}
-    main(common.parse_args("lightning", **options))
+    rung.record(main)(common.parse_args("lightning", **options))

@@ -96,4 +96,4 @@ if __name__ == "__main__":
     options = checks.lightning_options()
     options["strategy"] = ("sync_once", *options["strategy"])
     args = common.parse_args("lightning", **options, backend="aot_eager")
-    rung.main(args, module=Classifier)
+    rung.record(rung.main)(args, module=Classifier)
