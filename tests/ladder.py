@@ -21,6 +21,7 @@ import torch
 import torch._dynamo  # noqa: F401
 import torch.multiprocessing as mp
 import torchvision  # noqa: F401
+from torch.utils.data import TensorDataset
 
 import checks
 import common
@@ -31,6 +32,7 @@ RUNGS = sorted(path.name for path in ROOT.glob("[0-9]*.py"))
 PARALLEL = [name for name in RUNGS if not name.startswith("00")]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 TIMEOUT = 300  # seconds; only a hang takes so long
+CUT = (480, 125)  # digits to train and to test on, where a test does not ask for the whole set
 
 torch.set_num_threads(1)  # the forked processes inherit it
 # Forked processes cannot use CUDA. On GPUs the numbers are compared by test_tour.py.
@@ -65,6 +67,20 @@ def without_launcher(environ: dict[str, str]) -> dict[str, str]:
     """Return an environment in which no launcher is to be seen."""
     known = launcher_env(0, 1, "0")
     return {k: v for k, v in environ.items() if k not in known and not k.startswith("SLURM")}
+
+
+def cut_digits() -> None:
+    """Give what follows a part of the digits: most tests need neither all of them nor the time."""
+    load_datasets = common.load_datasets
+
+    def cut(args):
+        sets = load_datasets(args)
+        if args.dataset != "digits":
+            return sets
+        parts = zip(sets, CUT, strict=True)
+        return tuple(TensorDataset(*(x[:size] for x in part.tensors)) for part, size in parts)
+
+    common.load_datasets = cut
 
 
 def _child(source: str, path: Path, argv: list[str], env: dict, folder: Path, before) -> int:
@@ -127,11 +143,12 @@ def fork(
     before: Callable[[], None] | None = None,
     env: dict[str, str] | None = None,
     rank_argv: dict[int, list[str]] | None = None,
+    whole: bool = False,
 ) -> Result:
     """Run a rung at this world size. Its checkpoint and log are in folder (default: a new one).
 
     edit: what to change in the file's text; before: what to call in each process before it starts;
-    rank_argv: options of some ranks only.
+    rank_argv: options of some ranks only; whole: with all digits, not with the first few.
     """
     folder = Path(folder or tempfile.mkdtemp(prefix=f"{rung[:2]}-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -153,6 +170,8 @@ def fork(
             code = 1
             try:
                 words = [*argv, *(rank_argv or {}).get(rank, [])]
+                if not whole:
+                    cut_digits()
                 code = _child(source, path, words, rank_env | (env or {}), folder, before)
             finally:
                 os._exit(code)
