@@ -3,7 +3,8 @@
 SIGTERM or SIGUSR1 to any rank only sets a flag. After each step the ranks compare flags, so all
 stop at the same step. Exit code 75 means: stopped on request, start me again. The mid-epoch state
 is a number of samples over all ranks, so a run may resume with more or fewer ranks and workers:
-each sample counts once, and the end is that of a run that was never stopped.
+each sample counts once, and the end is that of a run that was never stopped. A request during the
+evaluation waits for its end: the time between signal and kill must be enough for both.
 Budget: +35 -2 because signal, flag, mid-epoch state and exit code make sense only together.
 
 On a cluster:               sbatch slurm/requeue.sbatch

@@ -1,8 +1,9 @@
 """Topic: what must be equal on all ranks, and what must differ.
 
 Equal: the sampler's seed, or ranks get the same sample twice and others never; and the weights,
-which DDP takes from rank 0. Different: the random shifts of the images. With one seed for all, each
-rank draws the same shift at the same step: --seed-per-rank 0 shows it, and nothing warns of it.
+which DDP takes from rank 0. Different: the random shifts of the images, and a model's dropout. With
+one seed for all, each rank draws the same at the same step: --seed-per-rank 0 shows it, and nothing
+warns of it.
 
 Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 \
                                 -m topics.seeds_and_augmentation
