@@ -119,7 +119,7 @@ def _check_work(args: Namespace) -> None:
     train_size, args.channels, native_size = SIZES[name]
     args.train_size, args.image_size = int(size or train_size), args.image_size or native_size
     positive = ("epochs", "batch_size", "image_size", "nproc", "devices", "num_nodes")
-    for name in (*positive, "accumulation_steps", "base_batch", "lr"):
+    for name in (*positive, "accumulation_steps", "base_batch", "bucket_mb", "lr"):
         if not 0 < getattr(args, name, 1) < math.inf:
             fail(f"--{name.replace('_', '-')} must be more than 0")
     if args.num_workers < 0:

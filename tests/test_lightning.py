@@ -64,25 +64,26 @@ def test_strategies_that_fork(strategy, reference, tmp_path):
     assert_epochs(done.epochs, reference[:2])
 
 
-def by_spawn(reference, *command):
+def by_spawn(whole, *command):
     """Return its output. Processes that import the file again: for this one, nothing is forked."""
     done = launch(sys.executable, *command, "--devices=2", "--strategy=ddp_spawn", "--epochs=1")
     assert done.returncode == 0, done.stderr
-    loss = f"epoch 1/1 | train loss {reference[0]['train_loss']:.4f}"
+    loss = f"epoch 1/1 | train loss {whole.epochs[0]['train_loss']:.4f}"
     assert done.stdout.count(loss) == 1, done.stdout
     for noise in ("GLOBAL_RANK", "max_epochs", "treespec", "srun", "not empty", "distributed_back"):
         assert noise not in done.stdout + done.stderr
     return done.stdout
 
 
-def test_ddp_spawn(reference, tmp_path):
+def test_ddp_spawn(tmp_path):
     """A topic's Classifier is pickled by reference, its base by that to the module 04_lightning."""
-    assert "world size 2 | batch 48 x 2 = 96" in by_spawn(reference, RUNG)
+    whole = fork("00_single_gpu.py", 1, "--epochs=1", whole=True)
+    assert "world size 2 | batch 48 x 2 = 96" in by_spawn(whole, RUNG)
     files = [f"--checkpoint={tmp_path}/run.ckpt", f"--plain={tmp_path}/run.pt"]
-    by_spawn(reference, "-m", "topics.lightning_checkpoint", *files)
+    by_spawn(whole, "-m", "topics.lightning_checkpoint", *files)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.ckpt", "run.pt"]
     # Its Classifier is its own, its data module that of 04.
-    assert "compiled pieces" in by_spawn(reference, "-m", "topics.sync_once")
+    assert "compiled pieces" in by_spawn(whole, "-m", "topics.sync_once")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,10 @@ import test_faults
 import torch.distributed as dist
 
 import checks
-from ladder import TORCHRUN, fork, launch
+import ladder
+from ladder import TORCHRUN, launch
+
+fork = partial(ladder.fork, whole=True)
 
 start = test_faults.start  # a fixture: it ends what is left of the processes
 PATIENCE = 200  # seconds; each of Dask's workers imports torch

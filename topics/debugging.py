@@ -14,7 +14,7 @@ Two processes on the CPU:   export CUDA_VISIBLE_DEVICES=
                                 --timeout 10 --case mismatch
 What it has recorded:       torchfrtrace checkpoints/flight -p rank_  (or --flight FOLDER)
 What changed:               diff -U0 -w 02_torchrun.py topics/debugging.py
-Budget: +39 -1 because it is four lessons in one file; the training around them is as ever.
+Budget: +40 -1 because it is four lessons in one file; the training around them is as ever.
 """
 
 import os
@@ -99,8 +99,6 @@ def main(args):
     state = common.read_checkpoint(args)
     start_epoch = common.resume(state, args, model, optimizer) if state else 0
     checks.same_on_all_ranks(args, start_epoch)  # all ranks: refuses different options or epochs
-    if backend != "gloo" or world_size == 1:
-        checks.fail("needs the CPU (CUDA_VISIBLE_DEVICES=) and more than one process")
     hang(args, rank, world_size)
     model = DDP(model)  # all ranks: takes the weights of rank 0
 
@@ -134,4 +132,7 @@ def main(args):
 
 if __name__ == "__main__":
     cases = ("mismatch", "stuck", "monitored", "breakpoint")
-    main(common.parse_args("torchrun", case=cases, flight="checkpoints/flight"))
+    args = common.parse_args("torchrun", case=cases, flight="checkpoints/flight")
+    if common.gpu_count() or args.world_size == 1:
+        checks.fail("needs the CPU (CUDA_VISIBLE_DEVICES=) and more than one process")
+    main(args)

@@ -14,7 +14,7 @@ In float16, or neither:     the same with --precision fp16, or fp32
 All GPUs:                   torchrun --standalone --nproc-per-node=gpu -m topics.mixed_precision \
                                 --model resnet50 --dataset fake --image-size 224
 What changed:               diff -U0 -w 02_torchrun.py topics/mixed_precision.py
-Budget: +33 -3 because precision, scaler, its state and clipping make sense only together.
+Budget: +34 -3 because precision, scaler, its state and clipping make sense only together.
 """
 
 import os
@@ -45,8 +45,6 @@ def main(args):
     if rank == 0:
         common.print_start(args, device)
     torch.manual_seed(args.seed)
-    if not args.clip > 0:
-        checks.fail("--clip must be more than 0 (inf: no clipping)")
     low = {"dtype": DTYPES[args.precision], "enabled": args.precision != "fp32"}
 
     train_set, test_set = common.load_datasets(args)
@@ -120,4 +118,7 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(common.parse_args("torchrun", precision=tuple(DTYPES), clip=1.0))
+    args = common.parse_args("torchrun", precision=tuple(DTYPES), clip=1.0)
+    if not args.clip > 0:
+        checks.fail("--clip must be more than 0 (inf: no clipping)")
+    main(args)

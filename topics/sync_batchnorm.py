@@ -12,7 +12,7 @@ Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.s
 One process:                the same with --nproc-per-node=1
 All GPUs:                   the same with --nproc-per-node=gpu --norm sync
 What changed:               diff -U0 -w 02_torchrun.py topics/sync_batchnorm.py
-Budget: +46 -1 because torch has no synced batch norm for the CPU, so it is written out.
+Budget: +47 -1 because torch has no synced batch norm for the CPU, so it is written out.
 """
 
 import os
@@ -83,10 +83,6 @@ def main(args):
     if rank == 0:
         common.print_start(args, device)
     torch.manual_seed(args.seed)
-    if args.norm == "sync" and device.type == "cpu":
-        checks.fail("--norm sync (SyncBatchNorm) trains on GPUs only: use by_hand or group")
-    if args.model != "small" and args.norm not in ("local", "sync"):
-        checks.fail(f"--norm {args.norm} is for --model small: use local or sync")
 
     train_set, test_set = common.load_datasets(args)
     options = common.loader_options(args, device)
@@ -144,4 +140,9 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(common.parse_args("torchrun", norm=tuple(NORMS)))
+    args = common.parse_args("torchrun", norm=tuple(NORMS))
+    if args.norm == "sync" and not common.gpu_count():
+        checks.fail("--norm sync (SyncBatchNorm) trains on GPUs only: use by_hand or group")
+    if args.model != "small" and args.norm not in ("local", "sync"):
+        checks.fail(f"--norm {args.norm} is for --model small: use local or sync")
+    main(args)
