@@ -18,6 +18,7 @@ import common
 from ladder import ROOT, TORCHRUN, fork, launch, launcher_env, without_launcher
 
 RUNG = "04_lightning.py"
+TINY = ["--dataset=fake:96", "--image-size=8", "--epochs=1"]  # where starting is the point
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +187,7 @@ def test_pickling_and_main_guard(file, strategy, error, tmp_path):
     text = (ROOT / RUNG).read_text()
     assert old in text
     (tmp_path / "mine.py").write_text(text.replace(old, new))
-    command = [sys.executable, "mine.py", "--devices=2", f"--strategy={strategy}", "--epochs=1"]
+    command = [sys.executable, "mine.py", "--devices=2", f"--strategy={strategy}", *TINY]
     done = launch(*command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
     assert (done.returncode != 0) == bool(error), done.stderr
     assert done.stdout.count("epoch 1/1") == (0 if error else 1)
@@ -197,7 +198,8 @@ def test_pickling_and_main_guard(file, strategy, error, tmp_path):
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
 def test_a_signal_leaves_no_process(strategy, number):
     """SIGTERM reaches rank 0's process or its parent only, Ctrl-C all that the terminal has."""
-    command = [sys.executable, RUNG, "--devices=2", f"--strategy={strategy}", "--epochs=1000"]
+    command = [sys.executable, RUNG, "--devices=2", f"--strategy={strategy}", *TINY]
+    command += ["--epochs=10000"]
     environ = without_launcher(os.environ) | {"OMP_NUM_THREADS": "1"}
     options = {"cwd": ROOT, "env": environ, "start_new_session": True}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
@@ -569,11 +571,12 @@ def test_sync_once_counts_graph_breaks_and_takes_any_backend():
 NAMES = ["MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE"]
 
 
-def processes(reference, *command):
+def processes(*command):
     """Return the lines (process, parent, variables, arguments), and the variables as dicts."""
-    done = launch(*command, "--epochs=1")
+    done = launch(*command, *TINY)
     assert done.returncode == 0 and done.stdout.count("epoch 1/1") == 1, done.stderr
-    assert f"train loss {reference[0]['train_loss']:.4f}" in done.stdout
+    [entry] = fork("00_single_gpu.py", 1, *TINY).epochs
+    assert f"train loss {entry['train_loss']:.4f}" in done.stdout
     lines = re.findall(r"^process (\d+), child of (\d+) \| (.*?) \| (.*)$", done.stdout, re.M)
     assert len(lines) == 2
     assert lines[0][3].split()[1:] == lines[1][3].split()[1:]
@@ -582,10 +585,10 @@ def processes(reference, *command):
     return lines, variables
 
 
-def test_lightning_starts_the_script_again(reference):
+def test_lightning_starts_the_script_again():
     """From the first process, which has no rank yet; the second has one, and the same words."""
     words = ["-m", "topics.lightning_launch", "--devices=2", "--timeout=90"]
-    lines, variables = processes(reference, sys.executable, *words)
+    lines, variables = processes(sys.executable, *words)
     (first, _, _, words), (_, parent, _, others) = lines
     assert parent == first
     assert words == others and "lightning_launch.py --devices=2 --timeout=90" in words
@@ -595,9 +598,9 @@ def test_lightning_starts_the_script_again(reference):
     assert port.isdigit() and variables[1] == expected | {"WORLD_SIZE": "2"}
 
 
-def test_torchrun_has_started_all_before(reference):
+def test_torchrun_has_started_all_before():
     command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "-m", "topics.lightning_launch"]
-    lines, variables = processes(reference, *command)
+    lines, variables = processes(*command)
     assert lines[0][1] == lines[1][1] not in (lines[0][0], lines[1][0]), "torchrun is the parent"
     assert {found["LOCAL_RANK"] for found in variables} == {"0", "1"}
     assert all(found["RANK"] == found["LOCAL_RANK"] for found in variables)
