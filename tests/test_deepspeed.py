@@ -3,11 +3,14 @@
 import os
 import re
 import shutil
+from functools import partial
 
 import pytest
 import torch
 
-from ladder import fork
+import ladder
+
+fork = partial(ladder.fork, whole=True)
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as torch sees no GPU in forked processes
 try:  # here, so that the forked processes need not do it; DeepSpeed imports the compiler, too

@@ -17,6 +17,7 @@ import checks
 import common
 from ladder import ROOT, TORCHRUN, fork, launch, launcher_env, without_launcher
 
+whole = partial(fork, whole=True)  # with all digits
 RUNG = "04_lightning.py"
 TINY = ["--dataset=fake:96", "--image-size=8", "--epochs=1"]  # where starting is the point
 
@@ -27,6 +28,11 @@ def reference():
     done = fork("00_single_gpu.py", 1, "--epochs=3")
     assert len(done.epochs) == 3
     return done.epochs
+
+
+@pytest.fixture(scope="module")
+def whole_reference():
+    return whole("00_single_gpu.py", 1, "--epochs=2").epochs
 
 
 def assert_epochs(epochs, reference):
@@ -451,7 +457,7 @@ def each_step(strategy, folder, init, trainer, **strategy_options):
             torch.manual_seed = lambda seed: manual_seed(int(os.environ["RANK"]))
 
     words = [f"--strategy={strategy}", "--epochs=1"]
-    done = fork(ONCE, 2, *words, folder=folder / strategy, edit=edit, before=before)
+    done = whole(ONCE, 2, *words, folder=folder / strategy, edit=edit, before=before)
     assert not any(done.codes), done.err
     kept = [torch.load(folder / strategy / f"kept.{rank}") for rank in range(2)]
     assert len(kept[0]) == len(kept[1]) == 6
@@ -517,15 +523,15 @@ def test_sync_once_counts_the_steps_of_this_run(tmp_path):
     """A resumed run has made the all-reduces of its own steps only."""
     for epochs in (1, 2):
         options = {"folder": tmp_path, "edit": lambda text: text.replace(*NOT_COMPILED)}
-        done = fork(ONCE, 2, f"--epochs={epochs}", **options)
+        done = whole(ONCE, 2, f"--epochs={epochs}", **options)
         assert done.codes == [0, 0], done.err
     assert done.out.count("41 all-reduces of gradients in 41 steps") == 2, done.out
 
 
-def test_sync_once_trains_what_it_has_compiled(reference):
-    done = fork(ONCE, 2, "--epochs=2")
+def test_sync_once_trains_what_it_has_compiled(whole_reference):
+    done = whole(ONCE, 2, "--epochs=2")
     assert done.codes == [0, 0], done.err
-    assert_epochs(done.epochs, reference[:2])
+    assert_epochs(done.epochs, whole_reference[:2])
     assert " | 1 compiled pieces, 0 graph breaks" in done.out
 
 
@@ -537,7 +543,7 @@ def test_sync_once_compiles_the_plain_model():
     """DDP cuts a model that fills more than a bucket. This strategy leaves it whole."""
     found = {}
     for strategy in ("ddp", "sync_once"):
-        done = fork(ONCE, 2, f"--strategy={strategy}", *WIDE)
+        done = whole(ONCE, 2, f"--strategy={strategy}", *WIDE)
         assert done.codes == [0, 0], done.err
         found[strategy] = re.search(r"(\d+) compiled pieces, (\d+) graph breaks", done.out).groups()
         losses = done.epochs[0]["train_loss"]
@@ -559,7 +565,7 @@ def test_sync_once_counts_graph_breaks_and_takes_any_backend():
         line = "        self.model.forward = "
         return source.replace(line, f"        {cut}\n{line}")
 
-    done = fork(ONCE, 1, "--backend=counted", *WIDE, before=backend, edit=edit)
+    done = whole(ONCE, 1, "--backend=counted", *WIDE, before=backend, edit=edit)
     assert done.codes == [0], done.err
     pieces, breaks = re.search(r"(\d+) compiled pieces, (\d+) graph breaks", done.out).groups()
     compiled = done.out.count("compiled by this backend")
@@ -610,12 +616,12 @@ def test_torchrun_has_started_all_before():
 # ---- topics/lightning_logging.py -----------------------------------------------------------------
 
 
-def hits(done, reference, size=997):
+def hits(done, whole_reference, size=997):
     """Return, for each of the test samples, whether the weights in the checkpoint are right.
 
     They have been trained as those of 00.
     """
-    assert done.epochs[0]["train_loss"] == pytest.approx(reference[0]["train_loss"], abs=5e-5)
+    assert done.epochs[0]["train_loss"] == pytest.approx(whole_reference[0]["train_loss"], abs=5e-5)
     return right_ones(lightnings(done.checkpoint)["state_dict"], size)
 
 
@@ -630,12 +636,12 @@ def right_ones(weights, size):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_logging(world_size, reference):
+def test_logging(world_size, whole_reference):
     """Only the sums are exact: sync_dist divides by a mean of the ranks' counts, cut to a whole."""
-    done = fork("topics/lightning_logging.py", world_size, "--epochs=1")
+    done = whole("topics/lightning_logging.py", world_size, "--epochs=1")
     assert not any(done.codes), done.err
     found = dict(re.findall(r"^(\w+) +(\d+\.\d{4})%", done.out, re.M))
-    right = hits(done, reference)
+    right = hits(done, whole_reference)
     shares = [right[rank::world_size] for rank in range(world_size)]
 
     def synced(shares):
@@ -664,7 +670,7 @@ def test_the_time_in_a_log_in_a_resumed_run(tmp_path):
 
     for epochs in (1, 2):
         options = {"folder": tmp_path, "edit": edit}
-        done = fork("topics/lightning_logging.py", 1, f"--epochs={epochs}", **options)
+        done = whole("topics/lightning_logging.py", 1, f"--epochs={epochs}", **options)
         assert done.codes == [0], done.err
     assert done.out.count("a step is 1000.000 ms in self.log, with sync_dist 1000.000 ms") == 2, (
         done.out
@@ -695,7 +701,7 @@ def test_what_sync_dist_costs_is_collectives():
 
     counts, times = [], []
     for edit in (None, lambda text: text.replace("loss, sync_dist=True", "loss")):
-        done = fork("topics/lightning_logging.py", 2, "--epochs=1", before=count, edit=edit)
+        done = whole("topics/lightning_logging.py", 2, "--epochs=1", before=count, edit=edit)
         counts.append([int(x) for x in re.search(r"collectives: (\d+) (\d+)", done.out).groups()])
         times.append(float(re.search(r"with sync_dist (\S+) ms", done.out)[1]))
     assert [a - b for a, b in zip(*counts, strict=True)] == [41, 41]
@@ -709,14 +715,14 @@ def test_the_wait_for_the_slowest_rank_is_in_it():
         late, start = "time.sleep(0.02 * self.global_rank)", "times = [time.perf_counter()]"
         return text.replace(start, f"{late}\n        {start}")
 
-    done = fork("topics/lightning_logging.py", 2, "--epochs=1", edit=edit)
+    done = whole("topics/lightning_logging.py", 2, "--epochs=1", edit=edit)
     words = r"with sync_dist (\S+) ms, the wait for the slowest rank included$"
     assert float(re.search(words, done.out, re.M)[1]) > 10
 
 
 def test_the_deadlock_ends_and_says_why():
     words = ["--epochs=1", "--deadlock=1", "--timeout=5"]
-    done = fork("topics/lightning_logging.py", 2, *words)
+    done = whole("topics/lightning_logging.py", 2, *words)
     assert done.codes[0] == 2 and done.codes[1] != 0 and not done.epochs
     assert "rank 0 waited in self.log, for ranks that do not call it" in done.err
     assert "Timed out waiting 5000ms" in done.err
@@ -726,13 +732,13 @@ def test_the_deadlock_ends_and_says_why():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_validation(world_size, reference):
-    done = fork("topics/lightning_validation.py", world_size, "--epochs=1")
+def test_validation(world_size, whole_reference):
+    done = whole("topics/lightning_validation.py", world_size, "--epochs=1")
     assert not any(done.codes), done.err
     lines = re.findall(r"^(padded|one device|exact) +(\d+) of (\d+) = (\S+)%$", done.out, re.M)
     found = {way: (int(correct), int(tested)) for way, correct, tested, _ in lines}
     assert all(f"{int(c) / int(t):.4%}" == f"{share}%" for _, c, t, share in lines)
-    right = hits(done, reference)
+    right = hits(done, whole_reference)
     padded = -(-997 // world_size) * world_size  # the sampler begins again at the first samples
     expected = {"padded": (sum(right) + sum(right[: padded - 997]), padded)}
     assert found == expected | {"one device": (sum(right), 997), "exact": (sum(right), 997)}
@@ -763,7 +769,7 @@ def test_early_stopping(tmp_path):
     """Its patience and the best epoch so far survive a stop and a start in between."""
     for epochs in (7, 20):  # the seventh is the best, so the first part ends with it
         options = {"folder": tmp_path}
-        done = fork("topics/lightning_early_stopping.py", 2, f"--epochs={epochs}", **options)
+        done = whole("topics/lightning_early_stopping.py", 2, f"--epochs={epochs}", **options)
         assert done.codes == [0, 0], done.err
     done.out = done.out[done.out.index("resumes after epoch 7") :]
     accuracies = [entry["test_accuracy"] for entry in done.epochs]
@@ -789,7 +795,7 @@ def test_early_stopping_by_each_ranks_own_number(tmp_path):
 
     words = ["--epochs=20", "--log=own"]
     options = {"folder": tmp_path, "edit": edit}
-    done = fork("topics/lightning_early_stopping.py", 2, *words, **options)
+    done = whole("topics/lightning_early_stopping.py", 2, *words, **options)
     own = []
     for rank in "01":
         found = re.findall(rf"^own {rank} (\d+) (\d+)$", done.out, re.M)
@@ -814,7 +820,7 @@ def test_early_stopping_by_each_ranks_own_number(tmp_path):
 def test_a_number_that_only_rank_0_has(tmp_path):
     """The first callback that looks for it says so, on rank 1, and nobody waits for long."""
     words = ["--log=rank_0", "--timeout=20"]
-    done = fork("topics/lightning_early_stopping.py", 2, *words, folder=tmp_path)
+    done = whole("topics/lightning_early_stopping.py", 2, *words, folder=tmp_path)
     assert all(done.codes) and len(done.epochs) == 1
     missing = "Early stopping conditioned on metric `accuracy` which is not available"
     assert done.err.count(missing) == 1, done.err
@@ -823,7 +829,7 @@ def test_a_number_that_only_rank_0_has(tmp_path):
 
 @pytest.mark.parametrize("option", ["--log=loss", "--checkpoint="])
 def test_options_of_early_stopping(option):
-    done = fork("topics/lightning_early_stopping.py", 1, option)
+    done = whole("topics/lightning_early_stopping.py", 1, option)
     assert done.codes == [2] and done.err.count("\n") == 1, done.err
     assert "invalid choice: 'loss'" in done.err or "needs a --checkpoint" in done.err
 
@@ -861,7 +867,7 @@ def test_a_debugger_on_rank_0_in_lightning(launcher):
         assert f"rank {rank} | behind the barrier" in screen.getvalue()
 
 
-def test_the_others_wait_for_the_debugger(reference):
+def test_the_others_wait_for_the_debugger(whole_reference):
     """Rank 1 is behind the barrier only after rank 0 has left its breakpoint."""
 
     def slow_breakpoint():
@@ -875,9 +881,11 @@ def test_the_others_wait_for_the_debugger(reference):
         text = text.replace("import sys\n", "import sys\nimport time\n")
         return text.replace("behind the barrier", "behind {time.monotonic()}")
 
-    done = fork("topics/lightning_debugging.py", 2, "--epochs=1", edit=edit, before=slow_breakpoint)
+    done = whole(
+        "topics/lightning_debugging.py", 2, "--epochs=1", edit=edit, before=slow_breakpoint
+    )
     assert done.codes == [0, 0], done.err
     left = float(re.search(r"leaves the breakpoint (\S+)", done.out)[1])
     behind = re.findall(r"rank \d \| behind (\S+)", done.out)
     assert len(behind) == 2 and all(float(moment) > left for moment in behind)
-    assert_epochs(done.epochs, reference[:1])
+    assert_epochs(done.epochs, whole_reference[:1])

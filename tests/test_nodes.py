@@ -89,7 +89,7 @@ def test_two_nodes_print_the_numbers_of_rung_00_also_when_one_is_late(lab, tmp_p
     assert rows == [[f"rank {r} of 2 | {where.format(r + 1)}"] for r in (0, 1)]
     assert "epoch" not in second.text  # rank 0 alone prints numbers
     assert "world size 2 | batch 48 x 2 = 96 |" in first.text
-    reference, epochs = run("00_single_gpu.py", 1).epochs[:2], entries(tmp_path / "log")
+    reference, epochs = run("00_single_gpu.py", 1, whole=True).epochs[:2], entries(tmp_path / "log")
     assert_same_losses(epochs, reference)
     for name in ("test_accuracy", "test_samples"):
         assert [entry[name] for entry in epochs] == [entry[name] for entry in reference]
@@ -193,7 +193,9 @@ def test_a_job_goes_on_after_a_power_cut(lab, tmp_path):
     jobs = [lab.start(node, *C10D, "03_multinode.py", *options) for node in ("n1", "n2")]
     assert [job.end() for job in jobs] == [0, 0], jobs[0].text + jobs[1].text
     assert f"resumes after epoch {epochs}\n" in jobs[0].text
-    reference = fork("00_single_gpu.py", 1, f"--epochs={epochs + 1}", folder=tmp_path / "00")
+    reference = fork(
+        "00_single_gpu.py", 1, f"--epochs={epochs + 1}", folder=tmp_path / "00", whole=True
+    )
     assert_same_losses(entries(tmp_path / "log"), reference.epochs)
 
 
@@ -211,7 +213,7 @@ def test_an_elastic_job_goes_on_with_the_node_that_is_left(lab, tmp_path):
     assert jobs[0].end(PATIENCE) == 0, jobs[0].text
     sizes = re.findall(r"world size (\d) \| batch (\d+) x", jobs[0].text)
     assert sizes == [("2", "48"), ("1", "96")], jobs[0].text  # the effective batch stays
-    assert_same_losses(entries(tmp_path / "log"), run("00_single_gpu.py", 1).epochs)
+    assert_same_losses(entries(tmp_path / "log"), run("00_single_gpu.py", 1, whole=True).epochs)
 
 
 def is_torchrun(pid: int) -> bool:

@@ -5,13 +5,17 @@ import os
 import re
 import signal
 import time
+from functools import partial
 
 import pytest
 from test_contract import assert_weights
 from test_faults import CPU, load, start  # noqa: F401  start is a fixture
 from test_slurm import cluster  # noqa: F401  a fixture: skips without Slurm, but never in CI
 
-from ladder import ROOT, TORCHRUN, fork
+import ladder
+from ladder import ROOT, TORCHRUN
+
+fork = partial(ladder.fork, whole=True)
 
 OPTIONS = ["--epochs=3"]
 STOPPED = r"stopped in epoch (\d+) after (\d+) samples"

@@ -171,7 +171,7 @@ def test_the_same_lines_in_a_real_job(cluster):  # noqa: F811
 
 @pytest.fixture(scope="module")
 def reference():
-    done = fork("00_single_gpu.py", 1, "--epochs=3")
+    done = fork("00_single_gpu.py", 1, "--epochs=3", whole=True)
     assert len(done.epochs) == 3
     return done.epochs
 

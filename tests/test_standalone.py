@@ -105,7 +105,7 @@ def train(world_size: int, folder: Path, job: str, *options: str, code: int = 0)
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_it_prints_the_losses_of_the_ladder(world_size, tmp_path):
-    entries = run("00_single_gpu.py", 1, "--seed=0").epochs
+    entries = run("00_single_gpu.py", 1, "--seed=0", whole=True).epochs
     printed = train(world_size, tmp_path / "digits", "digits")
     assert [epoch for epoch, _, _ in printed] == [1, 2, 3, 4, 5]
     for (_, loss, metric), entry in zip(printed, entries, strict=True):

@@ -49,7 +49,8 @@ class Images(rung.Images):
     def setup(self, stage):
         checks.same_on_all_ranks(self.args, self.args.start_epoch)  # all ranks
         self.train_set, self.test_set = self.sets
-        self.options = common.loader_options(self.args, self.trainer.strategy.root_device)
+        self.device = self.trainer.strategy.root_device
+        self.options = common.loader_options(self.args, self.device)
         self.options["batch_size"] = self.args.per_rank_batch
 
 
