@@ -17,7 +17,7 @@ PAIR = re.compile(r"diff -U0 -w (\S+\.py) (\S+\.py)")
 
 def scripts() -> list[Path]:
     """Every script a reader can run: the rungs and the topics."""
-    return sorted([*ROOT.glob("[0-9]*.py"), *ROOT.glob("topics/*.py")])
+    return sorted([*ROOT.glob("[0-9]*.py"), *ROOT.glob("topics/[!_]*.py")])
 
 
 def pairs() -> list[tuple[Path, Path]]:

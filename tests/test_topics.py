@@ -259,16 +259,17 @@ def test_logging_metrics(reference, tmp_path):
 
 
 def test_a_topic_finds_common_from_any_folder_and_before_any_other(tmp_path):
-    (tmp_path / "common.py").write_text("raise ImportError('this is not the one')")
-    for path in sorted(set(ROOT.glob("topics/*.py")) - {ROOT / "topics" / "standalone.py"}):
+    for name in ("common.py", "topics.py"):
+        (tmp_path / name).write_text("raise ImportError('this is not the one')")
+    for path in sorted(set(ROOT.glob("topics/[!_]*.py")) - {ROOT / "topics" / "standalone.py"}):
         [line] = [line for line in path.read_text().splitlines() if line.startswith("sys.path")]
         assert line.startswith('sys.path.insert(0, f"{os.path.dirname(__file__)}/..")'), path
     here = {"cwd": tmp_path, "env": {"PYTHONPATH": str(tmp_path)}}
     done = launch(sys.executable, path := ROOT / "topics" / "fsdp.py", **here)
     assert done.returncode == 2
     assert f"Start it with: torchrun --standalone --nproc-per-node=2 {path}" in done.stderr
-    done = launch(sys.executable, ROOT / "topics" / "lightning_launch.py", "--epochs=0", **here)
-    assert done.stderr == "lightning_launch.py: --epochs must be more than 0\n"  # 04 was found
+    done = launch(sys.executable, ROOT / "topics" / "lightning_dataset.py", "--epochs=0", **here)
+    assert done.stderr == "lightning_dataset.py: --epochs must be more than 0\n"  # 04 was found
 
 
 STARTED = ["02_torchrun.py", "03_multinode.py", "04_lightning.py", "topics/sync_once.py"]
