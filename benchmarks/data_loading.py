@@ -68,7 +68,8 @@ def main() -> None:
     ratio = statistics.median(rung) / statistics.median(resident)
     result = {"rung": rung, "resident": resident, "ratio": round(ratio, 4)}
     names = ("model", "image_size", "batch_size", "images", "num_workers")
-    print(json.dumps(machine.describe() | {name: getattr(args, name) for name in names} | result))
+    row = machine.describe() | {name: getattr(args, name) for name in names} | result
+    print(json.dumps(machine.sealed(row)))
 
 
 if __name__ == "__main__":

@@ -52,6 +52,14 @@ def length(spans: list[tuple[float, float]]) -> float:
     return sum(end - start for start, end in union(spans))
 
 
+def shares(network: list, compute: list) -> dict[str, float]:
+    """Return how long buckets travel and the device computes, and how much of it is at once."""
+    communication, busy = length(network), length(compute)
+    hidden = communication + busy - length(network + compute)
+    times = {"communication_ms": communication, "compute_ms": busy}
+    return times | {"hidden_ms": hidden, "exposed_ms": communication - hidden}
+
+
 def kernels(trace: dict) -> tuple[list, list, list]:
     """Return the spans, in ms from the step's start, of all-reduces, all of NCCL, and the rest.
 
@@ -162,11 +170,7 @@ def main() -> None:
             {"bytes": size, "start_ms": round(start, 3), "end_ms": round(end, 3)}
             for size, (start, end) in zip(sizes, spans, strict=True)
         ]
-        result["communication_ms"] = length(network)
-        result["compute_ms"] = length(compute)
-        both = length(network) + length(compute) - length(network + compute)
-        result |= {"hidden_ms": both, "exposed_ms": length(network) - both}
-        results.append(result)
+        results.append(result | shares(network, compute))
     if rank == 0:
         middle = statistics.median_low(result["step_ms"] for result in results)
         result = next(result for result in results if result["step_ms"] == middle)
@@ -176,7 +180,7 @@ def main() -> None:
         row |= {"backend": backend, "bucket_mb": args.bucket_mb, **result, **machine.describe()}
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with args.out.open("a") as file:
-            print(json.dumps(row), file=file)
+            print(json.dumps(machine.sealed(row)), file=file)
         for bucket in result["buckets"]:
             size, start, end = bucket.values()
             print(f"{size:>12} bytes {start:9.2f} to {end:9.2f} ms")

@@ -128,7 +128,8 @@ def measure(work: dict, windows: int, extra: list[str], timeout: float = 600) ->
 
 
 def append(path: Path, row: dict) -> None:
-    """Add a row; nothing that is in the file is ever changed."""
+    """Add a row, sealed; nothing that is in the file is ever changed."""
+    row = machine.sealed(row)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+", newline="") as file:
         file.seek(0)

@@ -176,7 +176,7 @@ def main() -> int:
     print(f"\n{time.perf_counter() - begin:.0f} s in all")
     if args.json:
         table = {"machine": machine.describe(), "rungs": record}
-        Path(args.json).write_text(json.dumps(table, indent=1) + "\n")
+        Path(args.json).write_text(json.dumps(machine.sealed(table), indent=1) + "\n")
     return 0 if all(row[-1] == "yes" for row in rows) else 1
 
 

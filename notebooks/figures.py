@@ -56,6 +56,7 @@ def read(path):
         rows = pd.DataFrame(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
     else:
         rows = pd.read_csv(path, dtype=text).fillna({"options": ""})
+    rows = rows.drop(columns="seal", errors="ignore")
     cpu = rows.cores.astype(str) + " cores of " + rows.cpu
     rows["hardware"] = rows.gpu.where(rows.device == "cuda", cpu)
     # Only what was measured with the same torch on the same day is compared.

@@ -11,10 +11,16 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import tables
+import torch
+import torch.distributed as dist
 
 import common
-from ladder import ROOT, TORCHRUN, launch
+import pairs
+from benchmarks import machine, tour
+from ladder import ROOT, RUNGS, TORCHRUN, launch
 
 TWO = [*TORCHRUN, "--standalone", "--nproc-per-node=2"]
 MACHINE = ["cpu", "cores", "gpus", "gpu", "torch", "cuda", "nccl", "python", "os", "commit", "date"]
@@ -59,9 +65,10 @@ def test_scaling(tmp_path):
         ("02_torchrun.py", "1"),
         ("02_torchrun.py", "2"),
     ]
-    assert list(found[0])[-len(MACHINE) :] == MACHINE
+    assert list(found[0])[-len(MACHINE) - 1 :] == [*MACHINE, "seal"]
     for row in found:
         check_speed(row)
+        assert row["seal"] == machine.seal(row)
         assert row["per_rank_batch"] == "16" and row["windows"] == "2"
         assert int(row["images_per_window"]) == 64 * int(row["devices"])
     one = ["--devices", 1, "--scripts", "00_single_gpu.py"]
@@ -367,6 +374,66 @@ def test_allreduce(tmp_path):
     assert done.returncode == 2 and "start it with: torchrun" in done.stdout
 
 
+def test_the_slowest_rank_counts(monkeypatch):
+    """Rank 0 of four, with made-up times: another rank takes ten times as long. 5 s for 1 GB."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import allreduce
+
+    slow, recorded, summed = torch.tensor([50.0, 40.0, 10.0, 70.0, 60.0]), [], []
+
+    def all_reduce(tensor, op=dist.ReduceOp.SUM):
+        summed.append(tensor)
+        if op == dist.ReduceOp.MAX:
+            torch.maximum(tensor, slow, out=tensor)
+
+    no_group = ("init_process_group", "barrier", "destroy_process_group")
+    for name in no_group:
+        monkeypatch.setattr(dist, name, lambda *_, **__: None)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    own = iter([1000, 5, 4, 3, 2, 1])  # the first one warms up
+    seconds_of = allreduce.seconds_of
+    monkeypatch.setattr(allreduce, "seconds_of", lambda *_: next(own))
+    monkeypatch.setattr(allreduce.scaling, "append", lambda _, row: recorded.append(row))
+    for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    size = ["--smallest=100000000", "--largest=100000000"]
+    monkeypatch.setattr(sys, "argv", ["allreduce.py", *size])
+    allreduce.main()
+    (row,) = recorded
+    assert (row["min"], row["seconds"], row["max"], row["repeats"]) == (10, 50, 70, 2)
+    assert row["bus_bandwidth_gb_s"] == pytest.approx(0.1 * 2 * 3 / 4 / 50)
+
+    # One all-reduce of a row of them: its share, and one wait for all.
+    summed.clear()
+    monkeypatch.setattr(common, "seconds_since", lambda start, device: 12.0)
+    assert seconds_of(torch.zeros(1), 6, torch.device("cpu")) == 2 and len(summed) == 6
+
+
+def test_data_loading(monkeypatch, capfd):
+    """The real thing, tiny; then made-up speeds: median of the rung over median of the resident."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import data_loading
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    tiny = ["--images=32", "--batch-size=16", "--image-size=16", "--windows=2"]
+    monkeypatch.setattr(sys, "argv", ["data_loading.py", *tiny])
+    data_loading.main()
+    row = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert len(row["rung"]) == len(row["resident"]) == 2
+    assert min(row["rung"] + row["resident"]) > 0 and row["seal"] == machine.seal(row)
+
+    # Windows of 100 s, which warm up, of 4 s and of 16 s, each of two steps of 16 images.
+    seconds = iter([100, 4, 16])
+    with monkeypatch.context() as patch:
+        patch.setattr(common, "seconds_since", lambda *_: next(seconds))
+        args = SimpleNamespace(model="small", image_size=16, batch_size=16, images=32, windows=2)
+        assert data_loading.resident_speed(args) == [8, 2]
+    monkeypatch.setattr(data_loading, "rung_speed", lambda args: [10, 90, 20])
+    monkeypatch.setattr(data_loading, "resident_speed", lambda args: [200, 50, 80])
+    data_loading.main()
+    assert json.loads(capfd.readouterr().out)["ratio"] == 0.25  # 20 / 80
+
+
 def test_overlap(tmp_path):
     path, trace = tmp_path / "overlap.jsonl", tmp_path / "trace.json"
     options = ["--image-size=16", "--batch-size=8", "--bucket-mb=0.05", "--steps=3"]
@@ -374,8 +441,15 @@ def test_overlap(tmp_path):
     done = call(*TWO, "benchmarks/overlap.py", *options)
     assert done.returncode == 0, done.stdout
     (row,) = [json.loads(line) for line in path.read_text().splitlines()]
-    total = row["hidden_ms"] + row["exposed_ms"]
-    assert total == pytest.approx(row["communication_ms"], abs=0.01)
+    # The device computes until the last bucket is ready, and in the optimizer's step.
+    ready, last = row["buckets"][-1]["start_ms"], row["backward_end_ms"]
+    times = np.arange(0, row["step_ms"], 0.001)
+    spans = [(bucket["start_ms"], bucket["end_ms"]) for bucket in row["buckets"]]
+    travels = np.any([(start <= times) & (times < end) for start, end in spans], axis=0)
+    computes = (times < ready) | (last <= times)
+    for name, moments in {"hidden": travels & computes, "exposed": travels & ~computes}.items():
+        assert row[f"{name}_ms"] == pytest.approx(moments.sum() / 1000, abs=0.05), name
+    assert row["seal"] == machine.seal(row)
     assert len(row["buckets"]) > 1, "a small bucket size makes several"
     # All gradients travel once: 3x16x25+16 + 16x32x25+32 + 512x64+64 + 64x10+10 floats.
     assert sum(bucket["bytes"] for bucket in row["buckets"]) == 4 * (1216 + 12832 + 32832 + 650)
@@ -400,8 +474,11 @@ def test_overlap_reads_the_kernels_of_a_gpu_trace(monkeypatch):
     reduces, nccl, other = overlap.kernels({"traceEvents": events})
     assert reduces == [(2.0, 5.0)] and other == [(0.0, 4.0)]
     assert nccl == [(0.0, 0.1), (2.0, 5.0)]
-    both = overlap.length(nccl) + overlap.length(other) - overlap.length(nccl + other)
-    assert both == pytest.approx(2.1)
+    assert overlap.shares(nccl, other)["hidden_ms"] == pytest.approx(2.1)
+    # Buckets at 1 to 3 and 2 to 4 ms, and at 8 to 10; the device computes until 2.5 and from 9 on.
+    found = overlap.shares([(2, 4), (8, 10), (1, 3)], [(0, 2.5), (9, 12)])
+    times = {"communication_ms": 5, "compute_ms": 5.5, "hidden_ms": 2.5, "exposed_ms": 2.5}
+    assert found == times
 
 
 def test_batch_and_lr(tmp_path):
@@ -413,3 +490,297 @@ def test_batch_and_lr(tmp_path):
     assert found == [("none", "4", "1"), ("linear", "4", "1")]
     none, linear = (float(row["train_loss"]) for row in rows(path))
     assert none != linear
+
+
+# ---- the verdict of the tour ---------------------------------------------------------------------
+
+EPOCH = {"train_loss": 0.5, "test_accuracy": 0.9, "test_samples": 1000}
+
+
+def test_what_the_tour_calls_the_same_numbers(monkeypatch):
+    monkeypatch.setattr(common, "gpu_count", lambda: 0)
+    assert tour.same([EPOCH, EPOCH], [EPOCH, EPOCH | {"train_loss": 0.50004}])
+    others = {"train_loss": (0.501, 0.5001, 0.499), "test_accuracy": (0.901, 0.899)}
+    for name, values in (others | {"test_samples": (999,)}).items():
+        for value in values:
+            other = EPOCH | {name: value}
+            assert not tour.same([EPOCH, other], [EPOCH, EPOCH]), other
+            assert not tour.same([other, EPOCH], [EPOCH, EPOCH]), other
+    assert not tour.same([EPOCH], [EPOCH, EPOCH]) and not tour.same([EPOCH, EPOCH], [EPOCH])
+    monkeypatch.setattr(common, "gpu_count", lambda: 2)  # there a sample more or less may be right
+    assert tour.same([EPOCH | {"test_accuracy": 0.899}], [EPOCH])
+    assert not tour.same([EPOCH | {"test_accuracy": 0.898}], [EPOCH])
+
+
+OFF = {
+    "yes": {},
+    "NO": {"train_loss": 0.501},
+    "NO, accuracy": {"test_accuracy": 0.901},
+    "FAILED": 0,
+}
+
+
+@pytest.mark.parametrize("verdict", OFF)
+def test_the_tour_ends_with_1_where_a_rung_differs_or_fails(verdict, monkeypatch, capsys, tmp_path):
+    """Of made-up runs one has other numbers in its last epoch, or none."""
+    epoch, off = EPOCH | {"world_size": 2, "samples_per_second": 7}, OFF[verdict]
+
+    def run(rung, processes, options):
+        last = [epoch | (off or {})] if rung == RUNGS[3] else [epoch]
+        return ([] if off == 0 and rung == RUNGS[3] else [epoch, *last]), 1.0
+
+    monkeypatch.setattr(common, "gpu_count", lambda: 0)
+    monkeypatch.setattr(tour, "run", run)
+    monkeypatch.setattr(tour, "end_like_ctrl_c", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["tour.py", f"--json={tmp_path}/tour.json"])
+    assert tour.main() == (verdict != "yes")
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    said = {words[0]: words[-1] for words in lines if words and words[0] in RUNGS}
+    assert said == dict.fromkeys(RUNGS, "yes") | {RUNGS[3]: verdict.partition(",")[0]}
+    (record,) = machine.rows(tmp_path / "tour.json")
+    assert [rung["same"] for rung in record["rungs"]].count(False) == (verdict != "yes")
+    assert record["seal"] == machine.seal(record)
+
+
+def test_the_recorded_tours_have_the_same_numbers(monkeypatch):
+    """Of the numbers themselves, not of the flag beside them."""
+    (cpu,), (gpu,) = (
+        machine.rows(tables.RESULTS / f"{n}.json") for n in ("tour_cpu", "gpu_parity")
+    )
+    for tours, gpus in (([cpu], 0), (gpu["tours"], 2)):
+        monkeypatch.setattr(common, "gpu_count", lambda gpus=gpus: gpus)
+        for record in tours:
+            reference = record["rungs"][0]["epochs"]
+            assert [rung["rung"] for rung in record["rungs"]] == RUNGS
+            assert len(reference) == 5 and reference[-1]["train_loss"] < 0.1
+            for rung in record["rungs"]:
+                assert tour.same(rung["epochs"], reference) and rung["same"], rung["rung"]
+
+
+# ---- results -------------------------------------------------------------------------------------
+
+RECORDS = sorted(path for path in tables.RESULTS.iterdir() if path.suffix.startswith((".c", ".j")))
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
+def test_a_row_is_as_the_benchmark_wrote_it(path):
+    """A number that is changed by hand breaks the row's seal."""
+    found = machine.rows(path)
+    assert found
+    for number, row in enumerate(found, 1):
+        wrong = f"{path.name}, row {number} is not what was measured: {str(row)[:200]}"
+        assert row.get("seal") == machine.seal(row), wrong
+
+
+def test_a_seal_is_of_all_cells_in_their_order():
+    row = {"script": "a", "options": None, "min": 1.5, "max": 2}
+    seal = machine.seal(row)
+    assert re.fullmatch("[0-9a-f]{12}", seal) and machine.sealed(row) == row | {"seal": seal}
+    read = {name: "" if value is None else str(value) for name, value in row.items()}
+    assert machine.seal(read | {"seal": seal}) == seal  # as read from a .csv
+    others = [row | {"min": 1.6}, row | {"options": "x"}, row | {"script": ""}, row | {"more": ""}]
+    others += [dict(reversed(row.items())), row | {"min": 2, "max": 1.5}]
+    assert seal not in map(machine.seal, others)
+
+
+@pytest.mark.parametrize("name", ["scaling.csv", "overlap.jsonl", "tour_cpu.json"])
+def test_what_has_no_seal_gets_one_and_what_was_changed_keeps_its_own(name, tmp_path):
+    path = tmp_path / name
+    text = (tables.RESULTS / name).read_text()
+    path.write_text(text)
+    machine.seal_the_rest(path)
+    assert path.read_text() == text
+    old = machine.rows(path)[0]["seal"]
+    path.write_text(text.replace("AMD", "BMW").replace("NVIDIA", "BMW"))
+    machine.seal_the_rest(path)
+    assert machine.rows(path)[0]["seal"] == old != machine.seal(machine.rows(path)[0])
+    path.write_text(re.sub(f'"?{old}"?', '""', text))
+    machine.seal_the_rest(path)
+    assert path.read_text() == text
+
+
+def test_what_was_measured_fits_together():
+    """A median lies between its minimum and its maximum, a bandwidth follows from its seconds."""
+    for name in ("scaling", "ladder_of_speed", "strategies"):
+        for row in rows(tables.RESULTS / f"{name}.csv"):
+            low, middle, high = (float(row[n]) for n in ("min", "samples_per_second", "max"))
+            assert 0 < low <= middle <= high, row
+            ranks = 1 if row["mode"] == "strong" else int(row["devices"])
+            assert int(row["images_per_window"]) % ranks == 0, row
+            whole = int(row["per_rank_batch"]) * int(row["devices"])
+            assert int(row["effective_batch"]) == whole, row
+    for row in rows(tables.RESULTS / "allreduce.csv"):
+        n, size, seconds = (float(row[name]) for name in ("devices", "bytes", "seconds"))
+        speed = 2 * (n - 1) / n * size / seconds / 1e9
+        assert float(row["bus_bandwidth_gb_s"]) == pytest.approx(speed, rel=2e-3), row
+        assert float(row["min"]) <= seconds <= float(row["max"]), row
+    for row in machine.rows(tables.RESULTS / "overlap.jsonl"):
+        together = row["hidden_ms"] + row["exposed_ms"]
+        assert together == pytest.approx(row["communication_ms"], abs=0.01), row
+        assert 0 <= row["hidden_ms"] <= row["compute_ms"] < row["step_ms"], row
+        travel = max(b["end_ms"] for b in row["buckets"]) - row["buckets"][0]["start_ms"]
+        assert row["communication_ms"] <= travel + 0.5 or row["device"] == "cuda", row
+    for row in machine.rows(tables.RESULTS / "data_loading.json"):
+        ratio = np.median(row["rung"]) / np.median(row["resident"])
+        assert row["ratio"] == pytest.approx(ratio, abs=6e-5), row
+
+
+# ---- the tables of the documents -----------------------------------------------------------------
+
+WORK = {"mode": "weak", "model": "small", "image_size": 28, "per_rank_batch": 8, "threads": 1}
+WORK |= {"precision": "fp32", "num_workers": 0, "options": "", "commit": "a", "date": "2026-01-02"}
+WORK |= {"cpu": "Z80", "cores": 4, "gpus": 0, "gpu": "", "nccl": "", "python": "3.1", "torch": "9"}
+
+
+def made_up(monkeypatch, folder, name, *own):
+    """Let tables.py find made-up rows in a file of this name."""
+    with (folder / name).open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(WORK | own[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(
+            machine_row | row for machine_row, row in zip([WORK] * 99, own, strict=False)
+        )
+    monkeypatch.setattr(tables, "RESULTS", folder)
+
+
+def cells(text):
+    """Return the cells of a table's lines, without its heads."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_the_table_of_speeds(monkeypatch, tmp_path):
+    """In brackets the speedup over one process without DDP, at the same work and precision."""
+    measured = [
+        ("00_single_gpu.py", 1, 90, {}),
+        ("00_single_gpu.py", 1, 110, {}),  # their median is 100
+        ("00_single_gpu.py", 1, 999, {"threads": 2}),
+        ("00_single_gpu.py", 1, 400, {"precision": "bf16"}),
+        ("02_torchrun.py", 1, 50, {}),
+        ("02_torchrun.py", 2, 180, {}),
+        ("02_torchrun.py", 2, 600, {"precision": "bf16"}),
+        ("02_torchrun.py", 2, 7, {"mode": "strong"}),
+        ("topics/fast.py", 1, 20, {"options": "--without=ddp"}),
+        ("topics/fast.py", 2, 30, {}),
+    ]
+    names = ("script", "devices", "samples_per_second")
+    own = [dict(zip(names, row, strict=False)) | row[-1] for row in measured]
+    made_up(monkeypatch, tmp_path, "scaling.csv", *own)
+    text = tables.speed()
+    head = (
+        "small, 28 × 28 pixels, 8 images a process. 2026-01-02, 4 cores of an Z80 machine, no GPU"
+    )
+    assert text.startswith(f"{head}, Python 3.1, torch 9.") and "seal" not in text
+    assert sorted(cells(text)) == [
+        ["`00_single_gpu.py`", "bf16", "400", ""],
+        ["`00_single_gpu.py`", "fp32", "100", ""],
+        ["`00_single_gpu.py`, 2 threads", "fp32", "999", ""],
+        ["`02_torchrun.py`", "bf16", "", "600 (1.50)"],
+        ["`02_torchrun.py`", "fp32", "50", "180 (1.80)"],
+        ["`topics/fast.py`", "fp32", "", "30 (1.50)"],
+        ["`topics/fast.py` --without=ddp", "fp32", "20", ""],
+    ]
+    again = [row | {"samples_per_second": 1, "commit": "b"} for row in own[5:6]]
+    made_up(monkeypatch, tmp_path, "scaling.csv", *own, *again)
+    assert ["`02_torchrun.py`", "fp32", "50", "1 (0.01)"] in cells(tables.speed())
+
+
+def test_the_table_of_strategies(monkeypatch, tmp_path):
+    """Against 02 of the same commit and the same work."""
+    names = ("script", "devices", "samples_per_second", "peak_memory_mb", "overhead_seconds")
+    measured = [
+        ("topics/fsdp.py", 2, 50, 300, 7, {}),
+        ("02_torchrun.py", 2, 200, 400, 5, {}),
+        ("02_torchrun.py", 1, 1000, 1000, 5, {}),
+        ("02_torchrun.py", 2, 4000, 4000, 5, {"commit": "old"}),
+        ("02_torchrun.py", 2, 200, 400, 5, {}),
+    ]
+    own = [dict(zip(names, row, strict=False)) | row[-1] for row in measured]
+    made_up(monkeypatch, tmp_path, "strategies.csv", *own)
+    two = tables.strategies().split("ranks: 2.")[1].partition("ranks: 1")[0]
+    assert cells(two) == [
+        ["`02_torchrun.py`", "400 MB", "1.00", "1.00", "5 s"],
+        ["`topics/fsdp.py`", "300 MB", "0.75", "0.25", "7 s"],
+    ]
+
+
+def test_the_table_of_restarts(monkeypatch, tmp_path):
+    rows = [(1, 1, 2.0), (1, 1, 9.0), (1, 1, 4.0), (1, 0, ""), (0, 1, 8.0)]
+    names = ("setting", "finished", "back_after")
+    own = [{"processes": 2} | dict(zip(names, row, strict=True)) for row in rows]
+    made_up(monkeypatch, tmp_path, "restarts.csv", *own)
+    found = [line[1:] for line in cells(tables.restarts())]
+    assert found == [
+        ["with", "3 of 4", "4.0 s, 2.0 to 9.0 s"],
+        ["without", "1 of 1", "8.0 s, 8.0 to 8.0 s"],
+    ]
+
+
+def test_the_tables_of_tour_and_parity(monkeypatch, tmp_path):
+    """Loss and accuracy are those of the last epoch, the speed is a median without the first."""
+    epoch = {"world_size": 2, "train_loss": 0.3, "test_accuracy": 0.8}
+    epochs = [epoch | {"samples_per_second": speed} for speed in (1, 30, 20, 70)]
+    epochs[-1] |= {"train_loss": 0.12344, "test_accuracy": 0.917}
+    runs = [
+        {"rung": name, "seconds": 8.4, "same": name == "00", "epochs": epochs}
+        for name in ("00", "01")
+    ]
+    for name, more in {
+        "tour_cpu": {},
+        "gpu_parity": {"tours": [{"processes": 1, "rungs": runs}]},
+    }.items():
+        record = {"machine": WORK, "rungs": runs} | more
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    line = ["2", "0.1234", "91.7%", "30", "8"]
+    assert cells(tables.tour()) == [["00", *line, "yes"], ["01", *line, "**no**"]]
+    assert cells(tables.gpu()) == [["00", "0.123440"], ["01", "0.123440 (not as in 00)"]]
+
+
+def test_the_table_of_nequip(monkeypatch, tmp_path):
+    """The errors of the last epoch, and the largest difference, relative, over all epochs."""
+
+    def run(*errors):
+        return {"steps": 3, "epochs": [{"forces_mae": a, "total_energy_mae": b} for a, b in errors]}
+
+    versions = dict.fromkeys(("nequip", "e3nn", "ase", "lightning"), "1")
+    runs = {"1 rank": run((2, 4), (0.5, 8)), "2 ranks": run((2, 4.004), (0.5, 8.000008))}
+    (tmp_path / "nequip.json").write_text(json.dumps({"machine": WORK | versions, "runs": runs}))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    text = tables.nequip()
+    assert cells(text)[0] == ["1 rank", "3", "0.5000000", "8.0000000"]
+    assert "over all epochs: 1e-03." in text
+
+
+def test_speedup_and_efficiency_of_the_figure(monkeypatch, tmp_path):
+    """180 samples/s on two, where 00 has 100 on one: 1.8, and 0.9 of two; 02 itself has 50."""
+    monkeypatch.syspath_prepend(ROOT / "notebooks")
+    import figures
+
+    own = {"device": "cpu", "min": 1, "max": 500, "effective_batch": 8}
+    names = ("script", "devices", "samples_per_second")
+    some = [("00_single_gpu.py", 1, 100), ("02_torchrun.py", 1, 50), ("02_torchrun.py", 2, 180)]
+    some = [own | dict(zip(names, row, strict=True)) for row in some]
+    made_up(monkeypatch, tmp_path, "scaling.csv", *map(machine.sealed, some))
+    read = figures.read(tmp_path / "scaling.csv")
+    assert "seal" not in read and "seal" not in tables.read("scaling.csv")
+    figures.plt.switch_backend("agg")
+    figure = figures.speedup(figures.ddp(figures.speeds(read)))
+    try:
+        for axes, drawn in zip(figure.axes, ([0.5, 1.8], [0.5, 0.9]), strict=True):
+            lines = [list(line.get_ydata()) for line in axes.lines if len(line.get_ydata()) == 2]
+            assert any(line == pytest.approx(drawn) for line in lines), lines
+    finally:
+        figures.plt.close(figure)
+
+
+def test_how_a_diff_is_counted(tmp_path):
+    """Code alone: no docstring, comment or blank line, and no change of white space."""
+    before, after = tmp_path / "a.py", tmp_path / "b.py"
+    before.write_text('"""One."""\n\na = 1\nb = 2\n# why\nif a:\n    c = 3\n')
+    after.write_text('"""Two,\nlonger."""\n\na = 1\nd = 4\ne = 5\n# why not\n\nc = 3\n')
+    assert pairs.changed(before, after) == (2, 2)
+    assert pairs.changed(after, before) == (2, 2)
+    after.write_text(after.read_text() + "f = 6\n")
+    assert pairs.changed(before, after) == (3, 2)
+    assert pairs.diff(before, after, only_code=True).endswith("+f = 6\n")

@@ -814,6 +814,62 @@ def test_it_trains_with_gradients_and_evaluates_without(rung):
     assert result.out.count("TESTS") == 2 * math.ceil(125 / 96) * size(rung)
 
 
+@pytest.mark.parametrize("owner", [0, 1])
+@pytest.mark.parametrize("rung", BY_TORCHRUN[:2])
+def test_a_checkpoint_that_one_rank_has(rung, owner, tmp_path):
+    """In 02 all ranks read it, in 03 rank 0 alone, for all; but no rank's is ignored."""
+    shutil.copy(two_epochs(rung).checkpoint, tmp_path / "checkpoint.pt")
+    options = {"rank_argv": {1 - owner: ["--checkpoint=none.pt"]}, "before": all_speak_at_once}
+    result = fork(rung, 2, "--epochs=3", folder=tmp_path, **options)
+    if (rung, owner) == ("03_multinode.py", 0):
+        assert result.codes == [0, 0] and result.epochs[0]["epoch"] == 3, result.err
+        return
+    assert result.codes == [2, 2] and not result.epochs, result.err
+    behind = f"rank 0 has epochs behind it {2 - 2 * owner}, rank 1 has {2 * owner}: make them equal"
+    there = "is there for rank 1, but not for rank 0: copy it to rank 0's machine"
+    text = behind if rung.startswith("02") else there
+    assert complaints(result) and all(text in line for line in complaints(result)), result.err
+
+
+def test_what_an_epoch_prints_and_logs(tmp_path, capsys):
+    """Of sums over all ranks: 6 of loss in 4 samples, 3 of 5 right, in 8 seconds."""
+    args = Namespace(epochs=7, log_json=str(tmp_path / "log"))
+    common.log_epoch(args, 2, torch.tensor([6.0, 4, 3, 5]), 8.0)
+    line = "epoch 3/7 | train loss 1.5000 | test accuracy 60.0% | 0 samples/s\n"  # 0.5, rounded
+    assert capsys.readouterr().out == line
+    entry = json.loads((tmp_path / "log").read_text())
+    expected = {"epoch": 3, "train_loss": 1.5, "test_samples": 5, "samples_per_second": 0.5}
+    assert entry["test_accuracy"] == pytest.approx(0.6)
+    assert {name: entry[name] for name in expected} == expected
+
+
+def test_the_random_state_of_a_gpu_is_saved_and_restored(tmp_path, monkeypatch):
+    """Dropout on a GPU draws from it. Here it is made up."""
+    state, restored = torch.arange(16, dtype=torch.uint8), []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", restored.append)
+    names = dict.fromkeys(checks.RESUME_KEYS, 1)
+    args = Namespace(checkpoint=str(tmp_path / "x.pt"), lr=0.1, epochs=5, **names)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    common.save_checkpoint(args, 4, model, optimizer)
+    assert common.resume(common.read_checkpoint(args), args, model, optimizer) == 4
+    assert len(restored) == 1 and torch.equal(restored[0], state)
+
+
+def test_every_wait_for_other_ranks_has_a_timeout():
+    """A rank that never comes is an error within a stated time, in rungs and topics."""
+    groups = []
+    for path in [*ROOT.glob("[0-9]*.py"), *ROOT.glob("topics/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = getattr(getattr(node, "func", None), "attr", "")
+            if name in ("init_process_group", "new_group"):
+                assert "timeout" in {word.arg for word in node.keywords}, path
+                groups.append(path)
+    assert len(groups) > 20
+
+
 # ---- the real launchers --------------------------------------------------------------------------
 
 

@@ -387,14 +387,14 @@ def test_the_last_command_is_the_launcher(path):
 MEET = [path for path in RUNGS if "scontrol" in path.read_text()]
 
 
-def stubbed(path, folder, **stubs):
+def stubbed(path, folder, job_id=7, **stubs):
     """Run a batch file with bash, where scontrol, python and srun are stubs; srun leaves a mark."""
     stubs = {"scontrol": "echo n1", "python": "exit 0", "srun": f"touch {folder}/started"} | stubs
     for name, body in stubs.items():
         stub = folder / name
         stub.write_text(f"#!/bin/sh\n{body}\n")
         stub.chmod(0o755)
-    job = {"JOB_ID": 7, "JOB_NAME": "test", "JOB_NODELIST": "n1", "NNODES": 1}
+    job = {"JOB_ID": job_id, "JOB_NAME": "test", "JOB_NODELIST": "n1", "NNODES": 1}
     job |= {"NTASKS_PER_NODE": 1, "CPUS_PER_TASK": 1, "GPUS_ON_NODE": 1}
     env = {f"SLURM_{name}": str(value) for name, value in job.items()}
     env["PATH"] = f"{folder}:/usr/bin:/bin"
@@ -428,3 +428,34 @@ def test_a_batch_file_is_for_sbatch():
     for path in FILES:
         answer = call("bash", "--norc", "--noprofile", path, env=env)
         assert answer.returncode != 0 and "this file is for sbatch" in answer.stdout
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if "scontrol show" in p.read_text()], ids=lambda p: p.stem
+)
+def test_two_jobs_of_a_user_meet_at_two_ports(path, tmp_path):
+    """Also where they run on the same nodes. Below 32768, where the system gives out none."""
+    ports = []
+    for job in (4217, 4218, 24217):  # the last one may have the first one's port
+        answer = stubbed(path, tmp_path, job, srun='echo "ends at $MASTER_ADDR:$MASTER_PORT $*"')
+        assert answer.returncode == 0, answer.stdout
+        (port,) = re.findall(r"(?:at |--rdzv-endpoint=)n1:(\d+) ", answer.stdout)
+        ports.append(int(port))
+        if "rdzv" in path.read_text():
+            assert f"--rdzv-id={job} " in answer.stdout
+    assert ports[0] != ports[1] and all(20000 <= port < 30000 for port in ports), ports
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_the_job_has_the_exit_code_of_the_training(path, tmp_path):
+    """A job that reads COMPLETED is looked at by nobody. What asked to be requeued, is."""
+    asked = tmp_path / "asked"
+    scontrol = f'echo n1; [ "$1" != requeue ] || echo "$*" >>{asked}'
+    for code in (0, 1, 3, 75, 137, 138, 143):
+        answer = stubbed(path, tmp_path, srun=f"exit {code}", scontrol=scontrol)
+        assert answer.returncode == code, answer.stdout
+        wanted = path.stem == "requeue" and code in (75, 138)
+        assert asked.exists() == wanted, f"{code}: requeued or not"
+        if wanted:
+            assert asked.read_text() == "requeue 7\n"
+            asked.unlink()

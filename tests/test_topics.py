@@ -1,15 +1,20 @@
 """Each topic proves its point: the numbers that it prints are those that its text promises."""
 
+import ast
 import os
 import re
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.utils.data import DistributedSampler, TensorDataset
 
+import common
+import pairs
 from ladder import ROOT, fork, launch
 
 TWO = ["--epochs=2"]
@@ -290,3 +295,151 @@ def test_a_rank_that_fails_tells_torchrun_why(script, tmp_path):
     options = [f"--checkpoint={tmp_path / 'x'}", "--dataset=fake:96", "--image-size=8"]
     done = fork(script, 1, *options, before=no_optimizer, env=env)
     assert done.codes == [1] and "it is this one" in (tmp_path / "error.json").read_text(), done.err
+
+
+# ---- planted faults that only these have seen ----------------------------------------------------
+
+# Two steps an epoch, of 8 pixels: seconds, mostly to start.
+TINY = ["--dataset=fake:96", "--image-size=8", "--batch-size=48"]
+
+
+def loops_over_epochs(path):
+    """Return the bodies of `for epoch in range(...)` in a script."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.For)]
+    return [
+        n.body for n in nodes if ast.unparse(n.target) == "epoch" and "range" in ast.dump(n.iter)
+    ]
+
+
+TRAINS = [path for path in pairs.scripts() if loops_over_epochs(path)]
+
+
+def test_each_epoch_begins_in_train_mode():
+    """Evaluation ends it: from the second epoch on dropout would be off and batch norm frozen."""
+    assert len(TRAINS) > 20
+    for path in TRAINS:
+        for body in loops_over_epochs(path):
+            places = [i for i, line in enumerate(body) if ast.unparse(line) == "model.train()"]
+            loops = [i for i, line in enumerate(body) if "backward" in ast.unparse(line)]
+            assert places and loops and places[0] < loops[0], path
+
+
+@pytest.mark.parametrize("name", ["preemption", "dask_data", "standalone"])
+def test_a_topic_for_several_nodes_takes_the_gpu_of_its_local_rank(name):
+    """Rank 3 is the second process of the second node."""
+    if name == "dask_data":
+        pytest.importorskip("distributed")
+
+    def show():
+        def take(device=None):
+            print(f"takes {device}", flush=True)
+            sys.exit(0)
+
+        common.take_device = torch.cuda.set_device = take
+        torch.cuda.is_available = lambda: name == "standalone"
+        del sys.argv[1:]  # standalone has other options
+
+    env = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    done = fork(f"topics/{name}.py", 1, env=env, before=show)
+    assert re.search(r"^takes (cuda:)?1$", done.out, re.M), done.out + done.err
+
+
+def test_a_rank_without_a_batch_does_not_count_in_the_mean():
+    """96 images in one batch: rank 0 has 48, rank 1 none. So it is 00 on rank 0's 48."""
+    load = common.load_datasets
+
+    def some(indices):
+        def before():
+            def cut(args):
+                sets = load(args)
+                tensors = [tensor[indices] for tensor in sets[0].tensors]
+                return TensorDataset(*tensors), sets[1]
+
+            common.load_datasets = cut
+
+        return before
+
+    done = topic("uneven_inputs", 2, "--epochs=1", before=some(range(96)))
+    own = list(DistributedSampler(range(96), 2, 0, seed=0))
+    alone = fork("00_single_gpu.py", 1, "--epochs=1", "--batch-size=48", before=some(own))
+    assert alone.codes == [0] and len(own) == 48
+    for weights in done.weights:
+        for name, value in alone.weights[0].items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6)
+    assert done.epochs[0]["train_loss"] == pytest.approx(alone.epochs[0]["train_loss"], abs=1e-5)
+
+
+def test_the_last_two_checkpoints_of_fsdp_stay(tmp_path):
+    """After 3 epochs, and after 10: the tenth comes after the ninth, by name too."""
+    for epochs, kept in ((3, ["0002", "0003"]), (10, ["0009", "0010"])):
+        done = topic("fsdp", 1, f"--epochs={epochs}", *TINY, folder=tmp_path)
+        assert sorted(path.name for path in (tmp_path / "checkpoint.pt.shards").iterdir()) == kept
+    assert "resumes after epoch 3" in done.out
+    again = topic("fsdp", 1, "--epochs=10", *TINY, folder=tmp_path)
+    assert "nothing left to do: it has 10 epochs" in again.out
+
+
+def stop_after(samples):
+    """Edit the topic: rank 1 of 2 gets the signal at that sample of the first epoch."""
+    line = "            stop = torch.tensor(len(stop_requested))\n"
+    ask = f"            if rank == 1 and 2 * sums[1] == {samples}:\n"
+    ask += "                os.kill(os.getpid(), signal.SIGTERM)\n"
+    return lambda source: source.replace(line, ask + line)
+
+
+def test_a_stopped_run_waits_for_a_slow_save_and_counts_all_its_seconds(tmp_path):
+    """Where one rank ends, Slurm ends the others: so none may end before the file is there."""
+
+    def slow_save():
+        save, leave = common.save_checkpoint, sys.exit
+
+        def save_slowly(*args):
+            time.sleep(2)
+            save(*args)
+
+        def leave_and_say(code=0):
+            print(f"rank ends, file is there: {(tmp_path / 'checkpoint.pt').exists()}", flush=True)
+            leave(code)
+
+        common.save_checkpoint, sys.exit = save_slowly, leave_and_say
+
+    run = {"folder": tmp_path, "edit": stop_after(48), "before": slow_save}
+    stopped = fork("topics/preemption.py", 2, "--epochs=1", *TINY, **run)
+    assert stopped.codes == [75, 75], stopped.err
+    assert stopped.out.count("rank ends, file is there: True") == 2, stopped.out
+
+    state = stopped.state
+    mid_epoch = state["optimizer"]["mid_epoch"]
+    assert mid_epoch["samples"] == 48 and 0 < mid_epoch["seconds"] < 60
+    mid_epoch["seconds"] = 100.0
+    torch.save(state, stopped.checkpoint)
+    resumed = topic("preemption", 2, "--epochs=1", *TINY, folder=tmp_path)
+    assert 96 / 160 < resumed.epochs[0]["samples_per_second"] < 96 / 100
+
+
+def test_the_warm_up_is_not_run_again_after_a_resume(tmp_path):
+    """Of a warm-up of two epochs the second begins half way, and ends with the target rate."""
+    options = [*TINY, "--base-batch=24", "--lr=0.004", "--rule=linear"]
+    for epochs, rate in ((1, 0.006), (2, 0.008), (3, 0.008)):
+        done = topic("lr_scaling", 1, f"--epochs={epochs}", *options, folder=tmp_path)
+        (group,) = done.state["optimizer"]["param_groups"]
+        assert group["lr"] == pytest.approx(rate)
+
+
+def test_evaluation_with_batch_norm():
+    """Rank 0 tests alone: through DDP it would send its buffers, and nobody receives them."""
+
+    def with_batch_norm():
+        build_model = common.build_model
+
+        def build(args):
+            model = build_model(args)
+            model.insert(2, torch.nn.BatchNorm2d(16))
+            return model
+
+        common.build_model = build
+
+    options = ["--epochs=1", "--timeout=20", *TINY]
+    done = topic("evaluation", 2, *options, before=with_batch_norm)
+    lines = re.findall(r"^(padded|one rank|exact) +\d+ of (\d+)", done.out, re.M)
+    assert lines == [("padded", "24"), ("one rank", "24"), ("exact", "24")]

@@ -5,14 +5,16 @@ import re
 from functools import partial
 
 import pytest
+import test_topics
 import torch
-from test_topics import TWO, reference, topic  # noqa: F401  reference is a fixture
+from test_topics import TWO
 
 import checks
 import ladder
 from ladder import ROOT
 
 fork = partial(ladder.fork, whole=True)
+topic = partial(test_topics.topic, whole=True)
 
 # float16 is slow on a CPU: few images. 5 steps an epoch.
 FEW = ["--dataset=fake:480", "--image-size=28"]
@@ -46,7 +48,8 @@ def scale_starts_at(scale):
     torch.amp.GradScaler = partial(torch.amp.GradScaler, init_scale=scale)
 
 
-def test_mixed_precision_without_clipping_and_in_fp32_it_is_02(reference):  # noqa: F811
+def test_mixed_precision_without_clipping_and_in_fp32_it_is_02():
+    reference = fork("02_torchrun.py", 2, *TWO)
     done = topic("mixed_precision", 2, *TWO, "--precision=fp32", "--clip=inf")
     assert_equal(done.state["weights"], reference.state["weights"])
     scale, skipped, steps, norm = precision_lines(done)

@@ -52,7 +52,8 @@ def main():
             subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
             record["runs"][name] = read(out)
             print(name, record["runs"][name]["steps"], record["runs"][name]["epochs"][-1])
-    (ROOT / "results" / "nequip.json").write_text(json.dumps(record, indent=1) + "\n")
+    text = json.dumps(machine.sealed(record), indent=1)
+    (ROOT / "results" / "nequip.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":
