@@ -1,0 +1,941 @@
+# ruff: noqa: E501  the edits of the script are as long as its lines
+"""labs/check.py names the fault in a script, and no other; it finds none in a script without.
+
+The ranks are forked from this process, which has imported torch: that takes 2 s instead of 15.
+"""
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "labs"))
+
+import check  # noqa: E402
+import judge  # noqa: E402
+import torch  # noqa: E402
+
+import ladder  # noqa: E402,F401  imports what the forked ranks need
+
+
+def fork(script, words, env, out, err):
+    """Stand in for check.start: run the script in a fork of this process."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        for number, path in ((0, os.devnull), (1, out), (2, err)):
+            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
+        sys.stdout, sys.stderr = (open(n, "w", closefd=False) for n in (1, 2))  # noqa: SIM115
+        os.setsid()
+        atexit._clear()
+        os.environ.clear()
+        os.environ.update(env)
+        torch.set_num_threads(1)
+        sys.path[:] = [str(Path(script).parent), *sys.path]
+        sys.argv = [str(script), *words]
+        main = types.ModuleType("__main__")
+        main.__file__ = str(script)
+        sys.modules["__main__"] = main
+        observer = types.ModuleType("observer")
+        observer.__file__ = str(check.OBSERVER / "sitecustomize.py")
+        exec(Path(observer.__file__).read_text(), observer.__dict__)
+        sys.meta_path.pop(0)
+        observer.watch()
+        exec(compile(Path(script).read_text(), str(script), "exec"), main.__dict__)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def checked(script, *words, nproc=2, nodes=1, timeout=60, more=True):
+    """Return the trace and {check: result}. more: also on one rank, and killed and resumed."""
+    own = [str(script), f"--nproc={nproc}", f"--nodes={nodes}", f"--timeout={timeout}"]
+    args = check.parse_args([*own, "--", *words])
+    trace, results = check.check(args, starter=fork, more=more)
+    inner = [e["text"] for rank in trace.ranks for e in rank.all("internal")]
+    assert not inner, inner[0]
+    assert not [r for r in results if "the checker failed" in r["evidence"]], results
+    return trace, {r["check"]: r for r in results}
+
+
+def broken(results):
+    return {name for name, r in results.items() if r["verdict"] == judge.BROKEN}
+
+
+# A whole training script. The cases below change a few lines of it.
+SCRIPT = """
+import os
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+
+
+def main():
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    x = torch.randn(96, 8)
+    y = (x.sum(dim=1) > 0).long()
+    train_set, test_set = TensorDataset(x, y), TensorDataset(x[:21], y[:21])
+    sampler = DistributedSampler(train_set)
+    train_loader = DataLoader(train_set, 8, sampler=sampler)
+    test_loader = DataLoader(Subset(test_set, range(rank, 21, world_size)), 8)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    model = DDP(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    start = 0
+    if os.path.exists("state.pt"):
+        state = torch.load("state.pt")
+        model.module.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        scheduler.load_state_dict(state["scheduler"])
+        start = state["epoch"]
+    for epoch in range(start, 3):
+        sampler.set_epoch(epoch)
+        model.train()
+        total = torch.zeros(2)
+        for inputs, labels in train_loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(inputs), labels)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            total += torch.tensor([loss.item(), 1.0])
+        scheduler.step()
+        dist.all_reduce(total)
+        model.eval()
+        sums = torch.zeros(2)
+        with torch.no_grad():
+            for inputs, labels in test_loader:
+                sums += torch.tensor([(model.module(inputs).argmax(1) == labels).sum(), len(labels)])
+        dist.all_reduce(sums)
+        if rank == 0:
+            print(f"epoch {epoch}: loss {total[0] / total[1]:.4f}, accuracy {sums[0] / sums[1]:.4f}")
+            state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+            state |= {"scheduler": scheduler.state_dict(), "epoch": epoch + 1}
+            torch.save(state, "state.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def edited(tmp_path, *edits, script=SCRIPT):
+    for old, new in edits:
+        assert old in script, old
+        script = script.replace(old, new)
+    path = tmp_path / "train.py"
+    path.write_text(script)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    yield
+    left = {path.name for path in tmp_path.iterdir()} - {"train.py", "state.pt", "run.log"}
+    assert not left
+
+
+def test_right_script_holds(tmp_path):
+    trace, results = checked(edited(tmp_path))
+    assert trace.codes == {0: 0, 1: 0}
+    assert not broken(results), results
+    seen = {name for name, r in results.items() if r["verdict"] == judge.HOLDS}
+    assert set(results) - seen == {"accumulation", "buffers", "sharding", "devices"}
+
+
+BY_HAND = [
+    ("    model = DDP(model)\n", "    module = model\n"),
+    ("model.module", "model"),
+    (
+        "            nn.utils",
+        "            for p in model.parameters():\n"
+        "                dist.all_reduce(p.grad)\n"
+        "                p.grad /= world_size\n"
+        "            nn.utils",
+    ),
+]
+ACCUMULATE = [
+    ("in train_loader:", "in train_loader:\n            micro = micro + 1"),
+    ("        total = torch.zeros(2)\n", "        total = torch.zeros(2)\n        micro = 0\n"),
+    ("            optimizer.zero_grad()\n", ""),
+    ("            loss.backward()\n", "            (loss / 2).backward()\n"),
+    (
+        "            nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n            optimizer.step()\n",
+        "            if micro % 2 == 0:\n"
+        "                optimizer.step()\n"
+        "                optimizer.zero_grad()\n",
+    ),
+]
+NORM = ("        model = DDP", "        model = DDP")
+BATCH_NORM = [("nn.Linear(8, 16), ", "nn.Linear(8, 16), nn.BatchNorm1d(16), ")]
+CLIP = "            nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n"
+SAVE = '            torch.save(state, "state.pt")\n'
+EVALUATE = "                sums += torch.tensor([(model.module(inputs)"
+
+STREAM = [
+    ("    sampler = DistributedSampler(train_set)\n", ""),
+    ("        sampler.set_epoch(epoch)\n", ""),
+    (", sampler=sampler", ""),
+    (
+        "def main",
+        "class Stream(torch.utils.data.IterableDataset):\n    def __init__(self, *args):\n        self.args = args\n\n"
+        "    def __iter__(self):\n        x, y, rank, n = self.args\n        return iter([(x[i], y[i]) for i in torch.randperm(96, generator=torch.Generator().manual_seed(3))[rank::n]])\n\n\ndef main",
+    ),
+]
+
+# Each fault: the check that must name it, words of the evidence, and what is changed.
+FAULTS = {
+    "no sampler": ("samples", "every rank reads", [("sampler=sampler)", "shuffle=True)")]),
+    "half of the data": (
+        "samples",
+        "never read",
+        [("sampler=sampler)", "sampler=range(rank * 24, rank * 24 + 24))")],
+    ),
+    "no set_epoch": ("order", "set_epoch", [("        sampler.set_epoch(epoch)\n", "")]),
+    "seed by rank": (
+        "replicas",
+        "from the start",
+        [*BY_HAND, ("    model = nn", "    torch.manual_seed(rank)\n    model = nn")],
+    ),
+    "lr by rank": ("replicas", "learning rates", [("lr=0.1", "lr=0.1 * (rank + 1)")]),
+    "not wrapped": ("gradients", "own", BY_HAND[:2]),
+    "sum": (
+        "gradients",
+        "sum over ranks",
+        [*BY_HAND, ("                p.grad /= world_size\n", "")],
+    ),
+    "part by hand": (
+        "gradients",
+        "not synchronised",
+        [*BY_HAND, ("for p in model.parameters():", "for p in model[0].parameters():")],
+    ),
+    "autograd.grad": (
+        "gradients",
+        "own",
+        [
+            (
+                "            loss.backward()\n",
+                "            gs = torch.autograd.grad(loss, list(model.parameters()))\n"
+                "            for p, g in zip(model.parameters(), gs):\n"
+                "                p.grad = g\n",
+            )
+        ],
+    ),
+    "mean of means": (
+        "gradients",
+        "mean of means",
+        [
+            ("DataLoader(train_set, 8,", "DataLoader(train_set, 8 - 4 * rank,"),
+            (
+                "for inputs, labels in train_loader",
+                "for _, (inputs, labels) in zip(range(6), train_loader)",
+            ),
+        ],
+    ),
+    "module": (
+        "wrapper",
+        "past the wrapper",
+        [("model(inputs), labels", "model.module(inputs), labels")],
+    ),
+    "layers": (
+        "wrapper",
+        "wrapper's forward",
+        [
+            (
+                "model(inputs), labels",
+                "model.module[2](model.module[1](model.module[0](inputs))), labels",
+            )
+        ],
+    ),
+    "no_sync for ever": (
+        "wrapper",
+        "no_sync",
+        [
+            (
+                "            loss = F.cross_entropy(model(inputs), labels)\n",
+                "            with model.no_sync():\n"
+                "                loss = F.cross_entropy(model(inputs), labels)\n",
+            )
+        ],
+    ),
+    "head replaced": (
+        "wrapper",
+        "model was wrapped",
+        [("    optimizer =", "    model.module[2] = nn.Linear(16, 2)\n    optimizer =")],
+    ),
+    "layer added": (
+        "wrapper",
+        "model was wrapped",
+        [("    optimizer =", "    model.module.append(nn.Linear(2, 2))\n    optimizer =")],
+    ),
+    "unfrozen later": (
+        "wrapper",
+        "0.weight",
+        [
+            ("    model = DDP", "    model[0].requires_grad_(False)\n    model = DDP"),
+            ("    optimizer =", "    model.module[0].requires_grad_(True)\n    optimizer ="),
+        ],
+    ),
+    "cast": (
+        "wrapper",
+        "hooks",
+        [("    optimizer =", "    model.double(); model.float()\n    optimizer =")],
+    ),
+    "optimizer before sharding": (
+        "wrapper",
+        "never gets",
+        [
+            ("    model = DDP(model)\n", ""),
+            ("model.module", "model"),
+            (
+                "    scheduler =",
+                "    from torch.distributed.fsdp import fully_shard\n    fully_shard(model, mesh=torch.distributed.init_device_mesh('cpu', (world_size,)))\n    scheduler =",
+            ),
+            ("        model.eval()\n", "        break\n"),
+            (CLIP, ""),
+        ],
+    ),
+    "stream not split": (
+        "samples",
+        "every rank reads",
+        [
+            (
+                "TensorDataset(x, y), TensorDataset(x[:21]",
+                "Stream(x, y, 0, 1), TensorDataset(x[:21]",
+            ),
+            *STREAM,
+        ],
+    ),
+    "stream, workers": (
+        "samples",
+        "2 times",
+        [
+            (
+                "TensorDataset(x, y), TensorDataset(x[:21]",
+                "Stream(x, y, rank, world_size), TensorDataset(x[:21]",
+            ),
+            *STREAM,
+            ("(train_set, 8", "(train_set, 8, num_workers=2"),
+        ],
+    ),
+    "buffers from the start": (
+        "buffers",
+        "just been wrapped",
+        [
+            *BATCH_NORM,
+            ("DDP(model)", "DDP(model, broadcast_buffers=False)"),
+            ("    model = DDP", "    model[1].running_mean += rank\n    model = DDP"),
+        ],
+    ),
+    "unused": (
+        "wrapper",
+        "unused",
+        [
+            (
+                "    model = DDP(model)",
+                "    model.register_parameter('extra', nn.Parameter(torch.ones(2)))\n    model = DDP(model)",
+            )
+        ],
+    ),
+    "optimizer of a copy": (
+        "wrapper",
+        "none of the wrapper",
+        [
+            (
+                "    model = DDP",
+                "    import copy\n    old, model = model, copy.deepcopy(model)\n    model = DDP",
+            ),
+            ("SGD(model.parameters()", "SGD(old.parameters()"),
+        ],
+    ),
+    "not divided": ("accumulation", "nothing is divided", [*ACCUMULATE, ("(loss / 2)", "loss")]),
+    "accumulation under no_sync": (
+        "wrapper",
+        "no_sync",
+        [
+            *ACCUMULATE,
+            ("model(inputs), labels", "quiet(model, inputs), labels"),
+            (
+                "def main",
+                "def quiet(model, x):\n    with model.no_sync():\n        return model(x)\n\n\ndef main",
+            ),
+        ],
+    ),
+    "buffers": (
+        "buffers",
+        "differ",
+        [*BATCH_NORM, ("DDP(model)", "DDP(model, broadcast_buffers=False)")],
+    ),
+    "loss of each step": (
+        "loss",
+        "one rank",
+        [
+            (
+                "            loss.backward()\n",
+                "            loss.backward()\n            rank or print(f'loss {loss.item():.4f}')\n",
+            )
+        ],
+    ),
+    "loss of rank 0": ("loss", "one rank", [("        dist.all_reduce(total)\n", "")]),
+    "padded evaluation": (
+        "evaluation",
+        "21 samples are counted as 22",
+        [
+            (
+                "Subset(test_set, range(rank, 21, world_size)), 8)",
+                "test_set, 8, sampler=DistributedSampler(test_set, shuffle=False))",
+            )
+        ],
+    ),
+    "accuracy of rank 0": ("evaluation", "no reduction", [("        dist.all_reduce(sums)\n", "")]),
+    "all save": (
+        "writers",
+        "ranks [0, 1]",
+        [
+            (
+                "    dist.destroy",
+                "    torch.save({'w': model.module.state_dict()}, 'run.log')\n    dist.destroy",
+            )
+        ],
+    ),
+    "all log": (
+        "writers",
+        "run.log",
+        [
+            (
+                "        model.eval()\n",
+                "        model.eval()\n        open('run.log', 'a').write('x')\n",
+            )
+        ],
+    ),
+    "keys": ("checkpoint", "module.", [("model.module.state_dict()", "model.state_dict()")]),
+    "no optimizer": (
+        "checkpoint",
+        "no optimizer",
+        [(', "optimizer": optimizer.state_dict()}', "}")],
+    ),
+    "fixed port": (
+        "port",
+        "29871",
+        [("    dist.init", "    os.environ['MASTER_PORT'] = '29871'\n    dist.init")],
+    ),
+    "no destroy": ("teardown", "ranks [0, 1]", [("    dist.destroy_process_group()\n", "")]),
+    "scheduler by rank": (
+        "scheduler",
+        "one for each rank",
+        [
+            (
+                "        scheduler.step()\n",
+                "        for _ in range(world_size):\n            scheduler.step()\n",
+            )
+        ],
+    ),
+    "scheduler first": (
+        "scheduler",
+        "before the optimizer",
+        [
+            ("        scheduler.step()\n", ""),
+            ("        model.train()\n", "        model.train()\n        scheduler.step()\n"),
+        ],
+    ),
+    "clip on rank 0": ("precision", "not all ranks", [(CLIP, CLIP.replace("nn.", "rank or nn."))]),
+    "clip before backward": (
+        "precision",
+        "before backward",
+        [
+            (CLIP, ""),
+            ("            loss.backward()\n", CLIP + "            loss.backward()\n"),
+            ("            optimizer.zero_grad()\n", ""),
+        ],
+    ),
+    "clip scaled": (
+        "precision",
+        "unscale_",
+        [
+            ("            loss.backward()\n", "            scaler.scale(loss).backward()\n"),
+            (
+                "            optimizer.step()\n",
+                "            scaler.step(optimizer)\n            scaler.update()\n",
+            ),
+            ("    start = 0\n", "    start = 0\n    scaler = torch.amp.GradScaler('cpu')\n"),
+        ],
+    ),
+    "norm twice": (
+        "precision",
+        "summed over ranks",
+        [
+            (
+                CLIP,
+                "            norm = sum(p.grad.norm() ** 2 for p in model.parameters())\n"
+                "            dist.all_reduce(norm)\n"
+                "            for p in model.parameters():\n"
+                "                p.grad *= min(1, 0.2 / norm.sqrt().item())\n",
+            )
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault(name, tmp_path):
+    check_name, words, edits = FAULTS[name]
+    _, results = checked(edited(tmp_path, *edits), more=False)
+    assert broken(results) == {check_name}, [r for r in results.values() if r["verdict"] != "holds"]
+    assert words in results[check_name]["evidence"]
+
+
+COLLECTIVES = {
+    "missing": (
+        "missing call",
+        "all_reduce at train.py:53",
+        [
+            (
+                "        dist.all_reduce(sums)\n",
+                "        if rank == 0:\n            dist.all_reduce(sums)\n            dist.barrier()\n",
+            )
+        ],
+    ),
+    "misplaced": (
+        "misplaced call",
+        "rank 1 waits in",
+        [
+            (
+                "        dist.all_reduce(sums)\n",
+                "        if rank == 0:\n            dist.barrier()\n            dist.all_reduce(sums)\n"
+                "        else:\n            dist.all_reduce(sums)\n            dist.barrier()\n",
+            )
+        ],
+    ),
+    "mismatch": (
+        "argument mismatch",
+        "",
+        [
+            (
+                "        dist.all_reduce(sums)\n",
+                "        dist.all_reduce(torch.zeros(2 + 5000 * rank))\n",
+            )
+        ],
+    ),
+    "uneven": (
+        "uneven number of batches",
+        "",
+        [("sampler=sampler)", "sampler=range(rank, 96, world_size) if rank else range(0, 32, 2))")],
+    ),
+    "break": (
+        "uneven number of batches",
+        "",
+        [
+            (
+                "            optimizer.zero_grad()\n",
+                "            if rank and total[1] == 4:\n                break\n            optimizer.zero_grad()\n",
+            )
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_hang_or_abort_is_named(name, tmp_path):
+    kind, words, edits = COLLECTIVES[name]
+    trace, results = checked(edited(tmp_path, *edits), more=False)
+    evidence = results["collectives"]["evidence"]
+    assert broken(results) == {"collectives"}, (results, trace.error[-2000:])
+    assert kind in evidence and words in evidence, evidence
+
+
+ODD = {
+    "accumulation": [*ACCUMULATE],
+    "accumulation with no_sync": [
+        *ACCUMULATE,
+        ("model(inputs), labels", "run(model, inputs, micro % 2), labels"),
+        (
+            "def main",
+            "def run(model, x, quiet):\n    with model.no_sync() if quiet else nullcontext():\n        return model(x)\n\n\ndef main",
+        ),
+    ],
+    "no_sync around backward": [
+        (
+            "            loss.backward()\n",
+            "            with model.no_sync():\n                loss.backward()\n",
+        )
+    ],
+    "reduced before backward": [
+        (
+            "            loss.backward()\n",
+            "            dist.all_reduce(loss.detach())\n            loss.backward()\n",
+        )
+    ],
+    "by hand": BY_HAND,
+    "checkpointing": [
+        ("F.cross_entropy(model(inputs)", "F.cross_entropy(model(inputs.requires_grad_())"),
+        ("    model = DDP", "    model = Checkpointed(model)\n    model = DDP"),
+        (
+            "def main",
+            "class Checkpointed(nn.Module):\n    def __init__(self, m):\n        super().__init__()\n        self.m = m\n\n"
+            "    def forward(self, x):\n        from torch.utils.checkpoint import checkpoint\n        return checkpoint(self.m, x, use_reentrant=False)\n\n\ndef main",
+        ),
+    ],
+    "frozen": [("    model = DDP", "    model[0].requires_grad_(False)\n    model = DDP")],
+    "unused": [
+        (
+            "    model = DDP(model)",
+            "    model.register_parameter('extra', nn.Parameter(torch.ones(2)))\n    model = DDP(model, find_unused_parameters=True)",
+        )
+    ],
+    "ema": [
+        (
+            "    start = 0\n",
+            "    start = 0\n    ema = torch.optim.swa_utils.AveragedModel(model.module)\n",
+        ),
+        (
+            "        scheduler.step()\n",
+            "        scheduler.step()\n        ema.update_parameters(model.module)\n",
+        ),
+    ],
+    "augmentation": [
+        ("F.cross_entropy(model(inputs)", "F.cross_entropy(model(inputs + 0.1 * torch.randn(8))")
+    ],
+    "batch norm": BATCH_NORM,
+    "weighted": [
+        (
+            "DistributedSampler(train_set)",
+            "torch.utils.data.WeightedRandomSampler(torch.ones(96), 48, generator=torch.Generator().manual_seed(rank))",
+        ),
+        ("        sampler.set_epoch(epoch)\n", ""),
+        (SAVE, ""),
+    ],
+    "iterable": [
+        (
+            "TensorDataset(x, y), TensorDataset(x[:21]",
+            "Stream(x, y, rank, world_size), TensorDataset(x[:21]",
+        ),
+        *STREAM,
+    ],
+    "own part": [
+        (
+            "TensorDataset(x, y), TensorDataset(x[:21]",
+            "TensorDataset(x[rank::world_size], y[rank::world_size]), TensorDataset(x[:21]",
+        ),
+        ("    sampler = DistributedSampler(train_set)\n", ""),
+        ("        sampler.set_epoch(epoch)\n", ""),
+        ("sampler=sampler", "shuffle=True"),
+    ],
+    "sliced by hand": [
+        ("    sampler = DistributedSampler(train_set)\n", ""),
+        (
+            "        sampler.set_epoch(epoch)\n",
+            "        order = torch.randperm(96)[rank::world_size].split(8)\n",
+        ),
+        ("    train_loader = DataLoader(train_set, 8, sampler=sampler)\n", ""),
+        (
+            "    test_loader = DataLoader(Subset(test_set, range(rank, 21, world_size)), 8)\n",
+            "    test_loader = [(x[rank:21:world_size], y[rank:21:world_size])]\n",
+        ),
+        ("in train_loader", "in [(x[i], y[i]) for i in order]"),
+    ],
+    "rank 0 evaluates": [
+        ("Subset(test_set, range(rank, 21, world_size))", "test_set"),
+        ("        with torch.no_grad():\n", "        if rank == 0:\n"),
+        ("                sums += torch", "                with torch.no_grad(): sums += torch"),
+        ("        dist.all_reduce(sums)\n", ""),
+    ],
+    "all evaluate": [
+        ("Subset(test_set, range(rank, 21, world_size))", "test_set"),
+        ("        dist.all_reduce(sums)\n", ""),
+    ],
+    "scaler": [
+        ("            loss.backward()\n", "            scaler.scale(loss).backward()\n"),
+        (CLIP, "            scaler.unscale_(optimizer)\n" + CLIP),
+        (
+            "            optimizer.step()\n",
+            "            scaler.step(optimizer)\n            scaler.update()\n",
+        ),
+        ("    start = 0\n", "    start = 0\n    scaler = torch.amp.GradScaler('cpu')\n"),
+    ],
+    "autocast": [
+        (
+            "            loss = F.cross_entropy(model(inputs), labels)\n",
+            "            with torch.autocast('cpu', torch.bfloat16):\n                loss = F.cross_entropy(model(inputs), labels)\n",
+        )
+    ],
+    "bf16": [
+        ("nn.Linear(16, 2))\n", "nn.Linear(16, 2)).bfloat16()\n"),
+        ("torch.randn(96, 8)", "torch.randn(96, 8).bfloat16()"),
+    ],
+    "zero": [
+        (
+            "torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)",
+            "ZeRO(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)",
+        ),
+        (
+            "def main",
+            "from torch.distributed.optim import ZeroRedundancyOptimizer as ZeRO\n\n\ndef main",
+        ),
+        (
+            "        if rank == 0:\n            print",
+            "        optimizer.consolidate_state_dict(0)\n        if rank == 0:\n            print",
+        ),
+    ],
+    "fsdp": [
+        (
+            "    model = DDP(model)\n",
+            "    from torch.distributed.fsdp import fully_shard\n    fully_shard(model, mesh=torch.distributed.init_device_mesh('cpu', (world_size,)))\n",
+        ),
+        ("model.module", "model"),
+        (
+            "                sums += torch.tensor([(model(inputs)",
+            "                model(inputs)\n                sums += torch.tensor([(model(inputs)",
+        ),
+        ("in test_loader:", "in [(x[:21], y[:21])]:"),
+        (SAVE, ""),
+        (
+            '            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}\n            state |= {"scheduler": scheduler.state_dict(), "epoch": epoch + 1}\n',
+            "",
+        ),
+    ],
+    "local sgd": [
+        ("    model = DDP(model)\n", ""),
+        ("model.module", "model"),
+        (CLIP, ""),
+        (
+            "        dist.all_reduce(total)\n",
+            "        for p in model.parameters():\n            dist.all_reduce(p.data)\n            p.data /= world_size\n        dist.all_reduce(total)\n",
+        ),
+    ],
+    "two optimizers": [
+        (
+            "    scheduler =",
+            "    other = nn.Linear(8, 2)\n    other = DDP(other)\n    second = torch.optim.Adam(other.parameters())\n    scheduler =",
+        ),
+        (
+            "            optimizer.step()\n",
+            "            optimizer.step()\n            second.zero_grad()\n            F.cross_entropy(other(inputs), labels).backward()\n            second.step()\n",
+        ),
+    ],
+    "labelled loss": [
+        (
+            "        dist.all_reduce(total)\n",
+            "        print(f'rank {rank}: loss {total[0] / total[1]:.4f}')\n        dist.all_reduce(total)\n",
+        ),
+    ],
+    "workers": [
+        ("8, sampler=sampler", "8, sampler=sampler, num_workers=2, persistent_workers=True")
+    ],
+    "sequential": [
+        ("DistributedSampler(train_set)", "DistributedSampler(train_set, shuffle=False)")
+    ],
+    "weights only": [
+        (
+            '            state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}\n            state |= {"scheduler": scheduler.state_dict(), "epoch": epoch + 1}\n',
+            "            state = model.module.state_dict()\n",
+        ),
+        (
+            '        state = torch.load("state.pt")\n        model.module.load_state_dict(state["model"])\n        optimizer.load_state_dict(state["optimizer"])\n'
+            '        scheduler.load_state_dict(state["scheduler"])\n        start = state["epoch"]\n',
+            "        pass\n",
+        ),
+    ],
+    "compiled": [
+        ("    model = DDP(model)\n", "    model = torch.compile(DDP(model), backend='eager')\n"),
+        ("model.module", "model._orig_mod.module"),
+    ],
+    "sleeping rank": [
+        (
+            "        if rank == 0:\n            print",
+            "        if rank == 0:\n            import time; time.sleep(7 if epoch == 0 else 0)\n            print",
+        ),
+        ("        dist.all_reduce(sums)\n", "        dist.all_reduce(sums)\n"),
+    ],
+    "port of its own": [
+        ("    dist.init", "    os.environ.setdefault('MASTER_PORT', '29500')\n    dist.init")
+    ],
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_but_right(name, tmp_path):
+    trace, results = checked(edited(tmp_path, *ODD[name]), more=False)
+    assert not any(trace.codes.values()), trace.error[-3000:]
+    assert not broken(results), [r for r in results.values() if r["verdict"] == "broken"]
+    if name not in ("fsdp", "local sgd"):
+        assert results["gradients"]["verdict"] == results["replicas"]["verdict"] == "holds", results
+
+
+RESUME = {
+    "starts again": ("repeats", [("range(start, 3)", "range(3)")]),
+    "an epoch twice": ("repeats", [('"epoch": epoch + 1', '"epoch": epoch')]),
+    "skips": ("skips", [('start = state["epoch"]', 'start = state["epoch"] + 1')]),
+    "optimizer": (
+        "optimizer state",
+        [
+            ('        optimizer.load_state_dict(state["optimizer"])\n', ""),
+            ("StepLR(optimizer, 1, 0.9)", "StepLR(optimizer, 1, 1.0)"),
+        ],
+    ),
+    "order": ("first epoch", [("set_epoch(epoch)", "set_epoch(epoch - start)")]),
+    "weights": ("weights", [('        model.module.load_state_dict(state["model"])\n', "")]),
+}
+
+
+@pytest.mark.parametrize("name", RESUME)
+def test_resume(name, tmp_path):
+    words, edits = RESUME[name]
+    _, results = checked(edited(tmp_path, *edits))
+    assert broken(results) == {"resume"}, [r for r in results.values() if r["verdict"] != "holds"]
+    assert words in results["resume"]["evidence"]
+
+
+@pytest.mark.parametrize(
+    ("rate", "batch", "wrong"),
+    [
+        ("0.1 * world_size", "8", False),
+        ("0.1 * world_size ** 2", "8", True),
+        ("0.1 * world_size", "16 // world_size", True),
+        ("0.1", "16 // world_size", False),
+    ],
+)
+def test_learning_rate(rate, batch, wrong, tmp_path):
+    _, results = checked(
+        edited(
+            tmp_path,
+            ("lr=0.1", f"lr={rate}"),
+            ("(train_set, 8", f"(train_set, {batch}"),
+            (SAVE, ""),
+        )
+    )
+    assert broken(results) == ({"learning-rate"} if wrong else set()), results
+    assert wrong or results["learning-rate"]["verdict"] == "holds"
+
+
+LOCAL = "int(os.environ['LOCAL_RANK'])"
+NODES = {
+    "right": (set(), []),
+    "sharding": (
+        {"sharding"},
+        [
+            (
+                "DistributedSampler(train_set)",
+                f"DistributedSampler(train_set, int(os.environ['LOCAL_WORLD_SIZE']), {LOCAL})",
+            )
+        ],
+    ),
+    "devices": (
+        {"devices"},
+        [
+            (
+                "    torch.manual",
+                "    if torch.cuda.is_available():\n        torch.cuda.set_device(rank)\n    torch.manual",
+            )
+        ],
+    ),
+    "devices right": (
+        set(),
+        [
+            (
+                "    torch.manual",
+                f"    local_rank = {LOCAL}\n    if torch.cuda.is_available():\n        torch.cuda.set_device(local_rank)\n    torch.manual",
+            )
+        ],
+    ),
+    "writers": ({"writers"}, [("        if rank == 0:", f"        if {LOCAL} == 0:")]),
+}
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_two_nodes(name, tmp_path):
+    expected, edits = NODES[name]
+    _, results = checked(edited(tmp_path, *edits), nproc=4, nodes=2, more=False)
+    assert broken(results) == expected, results
+
+
+@pytest.mark.parametrize(
+    "rung", ["01_single_node_multi_gpu.py", "02_torchrun.py", "03_multinode.py", "04_lightning.py"]
+)
+def test_rungs_hold(rung, tmp_path):
+    words = ["--dataset", "fake:96", "--image-size", "8", "--epochs", "2", "--batch-size", "16"]
+    words += ["--nproc", "2"] if rung.startswith("01") else []
+    _, results = checked(ROOT / rung, *words, more=False, timeout=300)
+    assert not broken(results), results
+    assert sum(r["verdict"] == judge.HOLDS for r in results.values()) >= 9, results
+
+
+@pytest.mark.parametrize("rung", ["00_single_gpu.py", "00b_data_parallel.py"])
+def test_one_process_is_not_judged(rung, tmp_path):
+    words = ["--dataset", "fake:96", "--image-size", "8", "--epochs", "1", "--batch-size", "16"]
+    _, results = checked(ROOT / rung, *words, more=False)
+    assert {r["verdict"] for r in results.values()} == {judge.NOT_SEEN}
+
+
+def test_three_ranks(tmp_path):
+    _, results = checked(edited(tmp_path, *BATCH_NORM), nproc=3, more=False)
+    assert not broken(results), results
+
+
+def test_command_line(tmp_path):
+    """The real thing: a process that is left behind, results in JSON, nothing left by us."""
+    edits = [
+        (
+            "    dist.destroy",
+            "    __import__('subprocess').Popen(['sleep', '99'])\n    dist.destroy",
+        )
+    ]
+    path = edited(tmp_path, *edits, (SAVE, ""))
+    before = set(Path(tempfile.gettempdir()).glob("check-*"))
+    command = [sys.executable, str(ROOT / "labs/check.py"), str(path), "--json", "run.log"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(judge.CHECKS) and not done.stderr
+    found = json.loads(Path("run.log").read_text())
+    assert found["version"] == 1 and found["exit_codes"] == [0, 0]
+    assert [c["check"] for c in found["checks"] if c["verdict"] == "broken"] == ["teardown"]
+    assert "sleep 99" in next(line for line in lines if line.startswith("broken"))
+    assert set(Path(tempfile.gettempdir()).glob("check-*")) <= before
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "which script"),
+        (["nowhere.py"], "is not a file"),
+        ([__file__, "--nproc", "3", "--nodes", "2"], "cannot be shared"),
+        ([__file__, "--timeout", "0"], "more than 0"),
+        ([__file__, "--json", "nowhere/x.json"], "does not exist"),
+    ],
+)
+def test_wrong_use_is_one_line(words, says, capsys):
+    with pytest.raises(SystemExit) as ended:
+        check.parse_args(words)
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and says in err and err.count("\n") == 1
+
+
+def test_what_is_recommended_exists():
+    for one in judge.CHECKS:
+        assert (ROOT / one.read).is_file(), one
