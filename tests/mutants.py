@@ -58,6 +58,7 @@ FAULTS = [
         "Path(args.checkpoint).absolute()",
         "the file on the large disk stays old",
         "test_rungs.py::test_a_link_to_a_checkpoint_stays_a_link[00_single_gpu.py]",
+        slow=True,
     ),
     Fault(
         "random state not restored",
@@ -101,6 +102,7 @@ FAULTS = [
         'map_location="cpu", weights_only=False',
         "a checkpoint of somebody else runs code",
         "test_rungs.py::test_a_checkpoint_is_loaded_to_the_cpu",
+        slow=True,
     ),
     Fault(
         "loaded to the GPU",
@@ -109,6 +111,7 @@ FAULTS = [
         "map_location=None, weights_only=True",
         "GPU 0 holds a copy for every rank",
         "test_rungs.py::test_a_checkpoint_is_loaded_to_the_cpu",
+        slow=True,
     ),
     Fault(
         "the clock does not wait",
@@ -183,6 +186,7 @@ FAULTS = [
         "hours of training for nothing",
         "test_rungs.py::test_a_loss_that_is_not_finite_ends_all_ranks_and_spares_the_checkpoint"
         "[00_single_gpu.py]",
+        slow=True,
     ),
     Fault(
         "ranks with other seeds",
@@ -199,6 +203,7 @@ FAULTS = [
         "",
         "one rank has no checkpoint and starts from scratch",
         "test_rungs.py::test_a_checkpoint_that_one_rank_has[02_torchrun.py-0]",
+        slow=True,
     ),
     Fault(
         "the other node's checkpoint is ignored",
@@ -234,6 +239,7 @@ FAULTS = [
         "    if not args.per_rank_batch:\n",
         "the effective batch is not --batch-size",
         "test_rungs.py::test_wrong_options[02_torchrun.py-batch does not divide]",
+        slow=True,
     ),
     Fault(
         "refused with exit code 0",
@@ -293,6 +299,7 @@ FAULTS = [
         "        if rank >= 0:\n            common.save_checkpoint",
         "two ranks write one file",
         "test_rungs.py::test_only_rank_0_writes[02_torchrun.py]",
+        slow=True,
     ),
     Fault(
         "02: gradients add up",
@@ -315,8 +322,17 @@ FAULTS = [
         "03_multinode.py",
         "state = [common.read_checkpoint(args) if rank == 0 else None]",
         "state = [common.read_checkpoint(args)]",
-        "a node without the file refuses, or starts elsewhere",
-        "test_rungs.py::test_a_checkpoint_that_one_rank_has[03_multinode.py-1]",
+        "an old or broken file there stops the job",
+        "test_rungs.py::test_a_checkpoint_that_one_rank_has[03_multinode.py-0]",
+        slow=True,
+    ),
+    Fault(
+        "03: rank 0's state is not sent",
+        "03_multinode.py",
+        "    dist.broadcast_object_list(state)  # all ranks\n",
+        "",
+        "the others start from scratch",
+        "test_rungs.py::test_a_checkpoint_that_one_rank_has[03_multinode.py-0]",
         slow=True,
     ),
     Fault(
@@ -566,7 +582,7 @@ FAULTS = [
         "statistics.median(rung) / statistics.median(resident)",
         "statistics.median(resident) / statistics.median(rung)",
         "a loader that is too slow looks too quick",
-        "test_benchmarks.py::test_data_loading",
+        "test_benchmarks.py::test_what_data_loading_counts",
     ),
     Fault(
         "data loading: a mean",
@@ -574,7 +590,7 @@ FAULTS = [
         "statistics.median(rung) / ",
         "statistics.mean(rung) / ",
         "one slow window counts",
-        "test_benchmarks.py::test_data_loading",
+        "test_benchmarks.py::test_what_data_loading_counts",
     ),
     Fault(
         "data loading: the warm-up counts",
@@ -582,7 +598,7 @@ FAULTS = [
         "    return speeds[1:]",
         "    return speeds[:-1]",
         "the resident step looks slow",
-        "test_benchmarks.py::test_data_loading",
+        "test_benchmarks.py::test_what_data_loading_counts",
     ),
     Fault(
         "overlap: all is hidden",

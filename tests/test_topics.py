@@ -439,7 +439,7 @@ def test_evaluation_with_batch_norm():
 
         common.build_model = build
 
-    options = ["--epochs=1", "--timeout=20", *TINY]
+    options = ["--epochs=1", "--timeout=10", *TINY]
     done = topic("evaluation", 2, *options, before=with_batch_norm)
     lines = re.findall(r"^(padded|one rank|exact) +\d+ of (\d+)", done.out, re.M)
     assert lines == [("padded", "24"), ("one rank", "24"), ("exact", "24")]
