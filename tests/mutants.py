@@ -839,9 +839,11 @@ def pytest_in_fork(copy: Path, arguments: list[str], seconds: float) -> tuple[in
     finally:
         if code is None:  # too late, or Ctrl-C here: let the test end what it has started
             os.kill(pid, signal.SIGINT)
-            time.sleep(5)
-            os.killpg(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            try:
+                time.sleep(5)
+            finally:
+                os.killpg(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
 
 def ids(faults: list[Fault]) -> list[str]:
@@ -916,4 +918,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("mutants.py: interrupted")
