@@ -375,8 +375,12 @@ def test_the_last_two_checkpoints_of_fsdp_stay(tmp_path):
         done = topic("fsdp", 1, f"--epochs={epochs}", *TINY, folder=tmp_path)
         assert sorted(path.name for path in (tmp_path / "checkpoint.pt.shards").iterdir()) == kept
     assert "resumes after epoch 3" in done.out
-    again = topic("fsdp", 1, "--epochs=10", *TINY, folder=tmp_path)
-    assert "nothing left to do: it has 10 epochs" in again.out
+    end = "    dist.destroy_process_group()\n"
+    show = '    print("rate", optimizer.param_groups[0]["lr"])\n'
+    options = {"folder": tmp_path, "edit": lambda text: text.replace(end, show + end)}
+    assert "rate 0.01\n" in topic("fsdp", 1, "--epochs=11", "--lr=0.01", *TINY, **options).out
+    again = topic("fsdp", 1, "--epochs=11", *TINY, folder=tmp_path)
+    assert "nothing left to do: it has 11 epochs" in again.out
 
 
 def stop_after(samples):

@@ -11,7 +11,7 @@ One process resumes:        the same with --nproc-per-node=1 --epochs 6
 All GPUs:                   the same with --nproc-per-node=gpu
 In bfloat16:                the same with --param-dtype bfloat16
 What changed:               diff -U0 -w 02_torchrun.py topics/fsdp.py
-Budget: +50 -8 because a sharded model needs another checkpoint and a whole copy to evaluate.
+Budget: +51 -8 because a sharded model needs another checkpoint and a whole copy to evaluate.
 """
 
 import os
@@ -85,6 +85,7 @@ def main(args):
         dcp.load(state, checkpoint_id=last.parent)  # all ranks: each reads its own shard
         loaded = {"model_state_dict": state["weights"], "optim_state_dict": state["optimizer"]}
         set_state_dict(model, optimizer, **loaded)
+        optimizer.param_groups[0]["lr"] = args.lr  # not that of the first part
     start_epoch = state["epochs"]
     checks.same_on_all_ranks(args, start_epoch)  # all ranks: refuses different options or epochs
 
