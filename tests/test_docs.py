@@ -380,6 +380,8 @@ def tracked():
 def test_no_fixed_ports_in_code():
     for path in tracked():
         text = path.read_text()
+        if path.parent.name == "bugs" or path.stem == "test_bugs":  # one bug is a fixed port
+            continue
         if path.suffix == ".py":
             text = re.sub("HEAD_NODE:29400", "", pairs.code(path))  # in advice
         elif path.suffix in (".sbatch", ".sh"):
