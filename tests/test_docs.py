@@ -380,7 +380,7 @@ def tracked():
 def test_no_fixed_ports_in_code():
     for path in tracked():
         text = path.read_text()
-        if path.parent.name == "bugs" or path.stem == "test_bugs":  # one bug is a fixed port
+        if path.stem in ("bugs", "test_bugs", "test_check"):  # where a fixed port is the fault
             continue
         if path.suffix == ".py":
             text = re.sub("HEAD_NODE:29400", "", pairs.code(path))  # in advice

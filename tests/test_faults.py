@@ -300,7 +300,8 @@ LAUNCH = {
     "04": [sys.executable, "04_lightning.py", "--devices=2"],
     "by hand": ["bash", "topics/manual_launch.sh"],
 }
-
+# Epochs of two steps, and no end: what is started is to be killed.
+ENDLESS = ["--dataset=fake:96", "--image-size=8", "--epochs=100000", "--checkpoint="]
 
 WAYS = ["Ctrl-C", "TERM", "terminal closed", "crash of a rank"]
 SHARED = {"02": WAYS[:2], "03": WAYS[2:]}  # one launcher and one loop: each takes half of the ways
@@ -310,8 +311,8 @@ SHARED = {"02": WAYS[:2], "03": WAYS[2:]}  # one launcher and one loop: each tak
     ("launcher", "way"), [(one, way) for one in LAUNCH for way in SHARED.get(one, WAYS)]
 )
 def test_nothing_is_left(launcher, way, start):
-    job = start(*LAUNCH[launcher], "--epochs=1000", "--checkpoint=")
-    job.until_it_says(r"epoch 1/1000")
+    job = start(*LAUNCH[launcher], *ENDLESS)
+    job.until_it_says(r"epoch 1/100000")
     launcher_pid = job.process.pid
     if way == "Ctrl-C":  # a terminal sends it to all processes that have it
         os.killpg(launcher_pid, signal.SIGINT)
@@ -328,11 +329,11 @@ def test_nothing_is_left(launcher, way, start):
 @pytest.mark.parametrize("by", ["a terminal", "a script's &"])
 def test_a_signal_to_the_parent_of_01_alone_ends_all_ranks(by, number, start):
     """As from a batch system or `kill PID`. What a script starts with & ignores SIGINT at first."""
-    command = [*LAUNCH["01"], "--epochs=1000"]
+    command = [*LAUNCH["01"], *ENDLESS]
     if by != "a terminal":
         command = ["sh", "-c", '"$@" & echo its pid is $!; wait $!', "sh", *command]
     job = start(*command)
-    job.until_it_says(r"epoch 1/1000")
+    job.until_it_says(r"epoch 1/100000")
     pid = job.process.pid if by == "a terminal" else int(job.until_it_says(r"its pid is (\d+)")[1])
     os.kill(pid, number)
     assert job.end(LEFT) == 128 + number, job.text
@@ -341,8 +342,8 @@ def test_a_signal_to_the_parent_of_01_alone_ends_all_ranks(by, number, start):
 
 def test_an_orphan_of_a_killed_torchrun_is_found_by_the_command_in_the_text(start):
     """kill -9 of torchrun itself leaves its ranks behind: nobody is there to end them."""
-    job = start(*LAUNCH["02"], "--epochs=1000", "--checkpoint=")
-    job.until_it_says(r"epoch 1/1000")
+    job = start(*LAUNCH["02"], *ENDLESS)
+    job.until_it_says(r"epoch 1/100000")
     job.process.kill()
     job.process.wait()
     assert job.processes(), "then the text about leftovers can go"
