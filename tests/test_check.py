@@ -563,7 +563,7 @@ COLLECTIVES = {
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_hang_or_abort_is_named(name, tmp_path):
     kind, words, edits = COLLECTIVES[name]
-    trace, results = checked(edited(tmp_path, *edits), more=False)
+    trace, results = checked(edited(tmp_path, *edits), more=False, timeout=30)
     evidence = results["collectives"]["evidence"]
     assert broken(results) == {"collectives"}, (results, trace.error[-2000:])
     assert kind in evidence and words in evidence, evidence
