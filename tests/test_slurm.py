@@ -45,7 +45,7 @@ class Cluster:
         assert answer.returncode == 0, answer.stdout
         return answer.stdout.strip()
 
-    def wait(self, job, timeout=150):
+    def wait(self, job, timeout=400):  # only a hang takes so long
         """Return (state, exit code, log) of a job that has ended; after timeout s cancel it."""
         deadline = time.monotonic() + timeout
         while True:  # not `sbatch --wait`: that looks every half minute only
