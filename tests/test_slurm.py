@@ -22,7 +22,7 @@ ONE_TASK = re.compile(r"^#SBATCH --ntasks-per-node=1$", re.MULTILINE)
 HAS_NODES = re.compile(r"^#SBATCH --nodes=(\d+)$", re.MULTILINE)
 
 
-def call(*command, timeout=60, **options):
+def call(*command, timeout=300, **options):
     """Run a command; its stdout and stderr are in .stdout, its exit code in .returncode."""
     options = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} | options
     return subprocess.run([str(part) for part in command], timeout=timeout, cwd=ROOT, **options)
