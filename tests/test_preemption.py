@@ -116,7 +116,7 @@ def test_slurm_requeues(name, cluster, whole, tmp_path):  # noqa: F811
     training = [*OPTIONS, f"--checkpoint={checkpoint}", f"--log-json={log}"]
     options = ["--gpus-per-node=0", "--ntasks-per-node=1", "--mem=4G"]
     job = cluster.submit(ROOT / "slurm" / "requeue.sbatch", options, training)
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while not (log.exists() and log.read_text()):
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -218,7 +218,7 @@ def test_back_to_the_queue(way, cluster, reference, tmp_path):  # noqa: F811
         script.write_text(text.replace("topics/preemption.py", "04_lightning.py"))
     training = ["--epochs=3", f"--checkpoint={checkpoint}", f"--log-json={log}"]
     job = cluster.submit(script, TWO_TASKS, training)
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while not (log.exists() and log.read_text()):
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -227,8 +227,6 @@ def test_back_to_the_queue(way, cluster, reference, tmp_path):  # noqa: F811
     assert cluster.slurm("exec", *command, job).returncode == 0
     state, code, text = cluster.wait(job)
     assert (state, code) == ("COMPLETED", "0:0"), text
-    if way == "USR1":
-        assert "DUE TO JOB REQUEUE" in text, text
     # The log has both attempts, one after the other.
     assert re.findall(rf"^job {job} \| restart (\d) \|", text, re.M) == ["0", "1"], text
     assert text.count("epoch 1/3") == 1, text
