@@ -27,6 +27,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # noqa: F401  before there is a group: its defaults would keep it alive
 
 # What a resumed run must have in common with the first part of it.
 RESUME_KEYS = ("model", "dataset", "image_size", "batch_size", "seed")

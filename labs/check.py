@@ -45,9 +45,9 @@ def parse_args(words=None):
     parser.add_argument("--explain", metavar="CHECK", choices=[c.name for c in judge.CHECKS])
     parser.add_argument("arguments", nargs="*", help="after --: those of the script")
     words = list(sys.argv[1:] if words is None else words)
-    own, _, rest = (words, "", []) if "--" not in words else split(words)
-    args = parser.parse_args(own)
-    args.arguments += rest
+    at = words.index("--") if "--" in words else len(words)
+    args = parser.parse_args(words[:at])
+    args.arguments += words[at + 1 :]
     if not args.explain:
         if not args.script:
             fail("which script? python labs/check.py SCRIPT")
@@ -60,11 +60,6 @@ def parse_args(words=None):
         if args.json and not Path(args.json).resolve().parent.is_dir():
             fail(f"the folder of --json {args.json} does not exist")
     return args
-
-
-def split(words):
-    at = words.index("--")
-    return words[:at], "--", words[at + 1 :]
 
 
 def fail(message):

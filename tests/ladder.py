@@ -32,7 +32,10 @@ RUNGS = sorted(path.name for path in ROOT.glob("[0-9]*.py"))
 PARALLEL = [name for name in RUNGS if not name.startswith("00")]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 TIMEOUT = 300  # seconds; only a hang takes so long
-CUT = (480, 125)  # digits to train and to test on, where a test does not ask for the whole set
+CUT = (
+    slice(480),
+    slice(125),
+)  # digits to train and to test on, where a test does not ask for the whole set
 
 torch.set_num_threads(1)  # the forked processes inherit it
 # Forked processes cannot use CUDA. On GPUs the numbers are compared by test_tour.py.
@@ -69,18 +72,32 @@ def without_launcher(environ: dict[str, str]) -> dict[str, str]:
     return {k: v for k, v in environ.items() if k not in known and not k.startswith("SLURM")}
 
 
-def cut_digits() -> None:
-    """Give what follows a part of the digits: most tests need neither all of them nor the time."""
-    load_datasets = common.load_datasets
+def only(train: slice | list, test: slice) -> Callable[[], None]:
+    """Return a `before` that gives a run these digits alone, to train and to test on."""
 
-    def cut(args):
-        sets = load_datasets(args)
-        if args.dataset != "digits":
-            return sets
-        parts = zip(sets, CUT, strict=True)
-        return tuple(TensorDataset(*(x[:size] for x in part.tensors)) for part, size in parts)
+    def before():
+        load_datasets = common.load_datasets
 
-    common.load_datasets = cut
+        def load(args):
+            sets = load_datasets(args)
+            if args.dataset != "digits":
+                return sets
+            parts = zip(sets, (train, test), strict=True)
+            return tuple(TensorDataset(*(x[some] for x in part.tensors)) for part, some in parts)
+
+        common.load_datasets = load
+
+    return before
+
+
+def changed(change: Callable) -> Callable[[], None]:
+    """Return a `before` that gives a run another model: what change makes of its own."""
+
+    def before():
+        build_model = common.build_model
+        common.build_model = lambda args: change(build_model(args))
+
+    return before
 
 
 def _child(source: str, path: Path, argv: list[str], env: dict, folder: Path, before) -> int:
@@ -171,7 +188,7 @@ def fork(
             try:
                 words = [*argv, *(rank_argv or {}).get(rank, [])]
                 if not whole:
-                    cut_digits()
+                    only(*CUT)()
                 code = _child(source, path, words, rank_env | (env or {}), folder, before)
             finally:
                 os._exit(code)

@@ -384,7 +384,7 @@ FAULTS = [
         "                dist.barrier(control)",
         "                pass",
         "Slurm kills the rank that still saves",
-        "test_topics.py::test_a_stopped_run_waits_for_a_slow_save_and_counts_all_its_seconds",
+        "test_preemption.py::test_a_stopped_run_waits_for_a_slow_save_and_counts_all_its_seconds",
     ),
     Fault(
         "preemption: seconds before the stop",
@@ -392,7 +392,7 @@ FAULTS = [
         ' - mid_epoch.get("seconds", 0)',
         "",
         "a speed that is too high",
-        "test_topics.py::test_a_stopped_run_waits_for_a_slow_save_and_counts_all_its_seconds",
+        "test_preemption.py::test_a_stopped_run_waits_for_a_slow_save_and_counts_all_its_seconds",
     ),
     Fault(
         "preemption: device by rank",

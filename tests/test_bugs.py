@@ -191,11 +191,8 @@ def test_bench_records(tmp_path, monkeypatch, capsys):
 
 def under_the_checker(row, folder, monkeypatch):
     """Return the checks that are broken, as bench.check does, but with ranks forked from here."""
-    folder.mkdir()
+    path, words = bench.written(row, folder), bench.words(row, folder)
     monkeypatch.chdir(folder)
-    path = folder / Path(row.twin).name
-    path.write_text(bugs.faulty(row))
-    words = [word.format(folder=folder) for word in (*bugs.TWINS[row.twin].args, *row.args)]
     ranks = {"nproc": row.nproc * row.nodes, "nodes": row.nodes}
     return test_check.broken(test_check.checked(path, *words, **ranks)[1])
 

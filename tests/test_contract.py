@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import common
-from ladder import PARALLEL, RUNGS, Result, fork
+from ladder import PARALLEL, RUNGS, Result, changed, fork
 
 WORLD_SIZES = [1, 2, 3, 4]
 LOSS = 5e-5  # equal to 4 decimals
@@ -129,14 +129,10 @@ def norm_added(model: torch.nn.Sequential) -> torch.nn.Sequential:
     return model.append(torch.nn.BatchNorm1d(10, momentum=1))
 
 
-def with_batch_norm() -> None:
-    build_model = common.build_model
-    common.build_model = lambda args: norm_added(build_model(args))
-
-
 @pytest.mark.parametrize("rung", PARALLEL)
 def test_the_accuracy_is_that_of_the_saved_model(rung):
-    result = fork(rung, 2, "--epochs=1", "--batch-size=32", before=with_batch_norm, whole=True)
+    options = ("--epochs=1", "--batch-size=32")
+    result = fork(rung, 2, *options, before=changed(norm_added), whole=True)
     assert not any(result.codes), result.err
     args = Namespace(model="small", dataset="digits", channels=1, image_size=28)
     model, (_, test_set) = norm_added(common.build_model(args)), common.load_datasets(args)

@@ -1,8 +1,6 @@
 """What the READMEs and headers say is true: commands, paths, tables, and the laws of the ladder."""
 
-import contextlib
 import difflib
-import io
 import json
 import os
 import re
@@ -20,6 +18,7 @@ import tables
 from torch.distributed.run import get_args_parser
 
 import pairs
+from ladder import fork
 
 ROOT = pairs.ROOT
 SCRIPTS = pairs.scripts()
@@ -107,22 +106,13 @@ def test_powershell_lines_are_those_of_bash():
 
 @cache
 def help_of(script):
-    """Return what a script prints for --help. It runs in this process: an import takes seconds."""
-    out, err, old, env = io.StringIO(), io.StringIO(), sys.argv, dict(os.environ)
-    sys.argv = [str(ROOT / script), "--help"]
-    try:
-        streams = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
-        with streams[0], streams[1], pytest.raises(SystemExit) as end:
-            runpy.run_path(sys.argv[0], run_name="__main__")
-    finally:
-        sys.argv = old
-        os.environ.clear()
-        os.environ.update(env)
-    if end.value.code and (needs := re.search(r"needs \w+: pip install \S+", err.getvalue())):
+    """Return what a script prints for --help. In a fork: a topic changes torch for itself."""
+    done = fork(script, 1, "--help")
+    if done.codes != [0] and (needs := re.search(r"needs \w+: pip install \S+", done.err)):
         pytest.skip(f"{script} {needs[0]}")
-    assert not end.value.code, f"{script} --help exits with {end.value.code}: {err.getvalue()}"
+    assert done.codes == [0], f"{script} --help exits with {done.codes}: {done.err}"
     # Only the list of options: the help begins with the header, which names whatever it likes.
-    return out.getvalue().rpartition("\noptions:")[2]
+    return done.out.rpartition("\noptions:")[2]
 
 
 def check_script(words):

@@ -4,20 +4,24 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from functools import partial
 
 import pytest
+import torch
 from test_contract import assert_weights
 from test_faults import CPU, load, start  # noqa: F401  start is a fixture
 from test_slurm import cluster  # noqa: F401  a fixture: skips without Slurm, but never in CI
 
+import common
 import ladder
 from ladder import ROOT, TORCHRUN
 
 fork = partial(ladder.fork, whole=True)
 
 OPTIONS = ["--epochs=3"]
+TINY = ["--epochs=1", "--dataset=fake:96", "--image-size=8", "--batch-size=48"]  # two steps
 STOPPED = r"stopped in epoch (\d+) after (\d+) samples"
 
 
@@ -85,6 +89,37 @@ def test_a_stop_at_the_edge_of_an_epoch(samples, whole, tmp_path):
     resumed = fork(topic, 2, *OPTIONS, folder=tmp_path, env=CPU)
     assert resumed.codes == [0, 0], resumed.err
     assert_like(whole, resumed.checkpoint, tmp_path / "log.json")
+
+
+def test_a_stopped_run_waits_for_a_slow_save_and_counts_all_its_seconds(tmp_path):
+    """Where one rank ends, Slurm ends the others: so none may end before the file is there."""
+
+    def slow_save():
+        save, leave = common.save_checkpoint, sys.exit
+
+        def save_slowly(*args):
+            time.sleep(2)
+            save(*args)
+
+        def leave_and_say(code=0):
+            print(f"rank ends, file is there: {(tmp_path / 'checkpoint.pt').exists()}", flush=True)
+            leave(code)
+
+        common.save_checkpoint, sys.exit = save_slowly, leave_and_say
+
+    run = {"folder": tmp_path, "edit": stop_at(48), "before": slow_save}
+    stopped = fork("topics/preemption.py", 2, *TINY, **run)
+    assert stopped.codes == [75, 75], stopped.err
+    assert stopped.out.count("rank ends, file is there: True") == 2, stopped.out
+
+    state = stopped.state
+    mid_epoch = state["optimizer"]["mid_epoch"]
+    assert mid_epoch["samples"] == 48 and 0 < mid_epoch["seconds"] < 60
+    mid_epoch["seconds"] = 100.0
+    torch.save(state, stopped.checkpoint)
+    resumed = fork("topics/preemption.py", 2, *TINY, folder=tmp_path)
+    assert resumed.codes == [0, 0], resumed.err
+    assert 96 / 160 < resumed.epochs[0]["samples_per_second"] < 96 / 100
 
 
 @pytest.fixture(scope="module")

@@ -25,11 +25,10 @@ from pathlib import Path
 import pytest
 import torch
 from test_contract import LOSS, assert_same, assert_weights, run, swap
-from torch.utils.data import TensorDataset
 
 import checks
 import common
-from ladder import PARALLEL, ROOT, RUNGS, TORCHRUN, fork, launch
+from ladder import PARALLEL, ROOT, RUNGS, TORCHRUN, changed, fork, launch, only
 
 WORLD_SIZE = 2
 PLAIN = [name for name in RUNGS if not name.startswith("04")]  # 04's file is Lightning's own
@@ -86,23 +85,16 @@ def test_3_and_3_epochs_are_6(rung, tmp_path):
     assert_weights(saved_weights(resumed.state), saved_weights(whole.state), 0)
 
 
-def with_dropout():
-    build_model = common.build_model
-
-    def build(args):
-        model = build_model(args)
-        model.insert(len(model) - 1, torch.nn.Dropout(0.3))
-        return model
-
-    common.build_model = build
+def dropout_added(model):
+    return model.insert(len(model) - 1, torch.nn.Dropout(0.3))
 
 
 @pytest.mark.parametrize("rung", PLAIN)
 def test_a_resumed_run_draws_the_random_numbers_of_a_whole_one(rung, tmp_path):
-    options = {"folder": tmp_path, "before": with_dropout}
+    options = {"folder": tmp_path, "before": changed(dropout_added)}
     fork(rung, size(rung), "--epochs=1", **options)
     resumed = fork(rung, size(rung), "--epochs=2", **options)
-    whole = fork(rung, size(rung), "--epochs=2", before=with_dropout)
+    whole = fork(rung, size(rung), "--epochs=2", before=changed(dropout_added))
     assert not any(resumed.codes + whole.codes), resumed.err + whole.err
     assert_weights(resumed.state["weights"], whole.state["weights"], 0)
 
@@ -391,24 +383,6 @@ def test_only_rank_0_writes(rung, tmp_path):
 # ---- data ----------------------------------------------------------------------------------------
 
 
-def with_sizes(train: int, test: int):
-    """Return what gives a run that many samples of each set."""
-
-    def before():
-        full = common.load_datasets
-
-        def cut(args):
-            sets = full(args)
-            return tuple(
-                TensorDataset(*(tensor[:size] for tensor in part.tensors))
-                for part, size in zip(sets, (train, test), strict=True)
-            )
-
-        common.load_datasets = cut
-
-    return before
-
-
 SIZES = [(97, 1), (100, 2), (101, 3), (96, 4), (131, 22)]
 
 
@@ -419,7 +393,7 @@ SIZES = [(97, 1), (100, 2), (101, 3), (96, 4), (131, 22)]
 )
 def test_every_test_sample_counts_once(rung, train, test):
     """Sets that do not divide by three ranks, and ranks without any test sample."""
-    before = with_sizes(train, test)
+    before = only(slice(train), slice(test))
     options = ("--epochs=1", "--batch-size=12")
     result = fork(rung, 3, *options, before=before)
     assert not any(result.codes), result.err
@@ -524,7 +498,7 @@ def test_data_that_are_there_are_read_without_a_lock(tmp_path, mirror):
 
 def test_a_training_set_without_a_full_batch_is_refused_on_all_ranks(tmp_path):
     def hook():
-        with_sizes(50, 10)()
+        only(slice(50), slice(10))()
         all_speak_at_once()
 
     for rung in RUNGS:
@@ -907,11 +881,26 @@ def test_start_two_of_01_at_once():
         check(result)
 
 
-@pytest.mark.parametrize("module", ["torch.distributed.run", "torch.distributed.launch"])
-def test_start_02(module):
-    """The old launcher adds an argument --local-rank=N, which is taken and not needed."""
-    command = [sys.executable, "-m", module, f"--nproc-per-node={WORLD_SIZE}", "02_torchrun.py"]
-    check(launch(*command, *SHORT))
+# Says how many threads of Gloo live when Python ends: each may abort the process (exit code -6).
+COUNT = """
+import atexit, glob
+atexit.register(lambda: print("gloo threads:", sum("gloo" in open(name).read()
+                              for name in glob.glob("/proc/self/task/*/comm")), flush=True))
+"""
+
+
+@pytest.mark.parametrize("script", ["02_torchrun.py", "03_multinode.py", "topics/standalone.py"])
+def test_start_of_a_module(script, tmp_path):
+    """The old launcher adds an argument --local-rank=N, which 02 takes and does not need."""
+    (tmp_path / "sitecustomize.py").write_text(COUNT)
+    module = "torch.distributed.launch" if script.startswith("02") else "torch.distributed.run"
+    command = [sys.executable, "-m", module, f"--nproc-per-node={WORLD_SIZE}", script]
+    result = launch(*command, "--epochs=2", env={"PYTHONPATH": str(tmp_path)})
+    if "/" not in script:
+        check(result)
+    assert result.returncode == 0, result.stderr
+    ended = re.findall(r"gloo threads: (\d+)", result.stdout)
+    assert ended == ["0"] * (WORLD_SIZE + 1), result.stdout  # its ranks, and torchrun itself
 
 
 def test_start_03_on_two_nodes_with_one_checkpoint(tmp_path):
@@ -920,7 +909,7 @@ def test_start_03_on_two_nodes_with_one_checkpoint(tmp_path):
     nodes = [tmp_path / "node0", tmp_path / "node1"]
     for node in nodes:
         node.mkdir()
-    shutil.copy(two_epochs("00_single_gpu.py").checkpoint, done)
+    shutil.copy(run("00_single_gpu.py", 1, "--epochs=2", whole=True).checkpoint, done)
     # Not with c10d: there the node that comes first is rank 0's, and it may be the other one.
     command = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
     command += [f"--master-port={checks.free_port()}"]
@@ -942,7 +931,7 @@ def test_start_03_on_two_nodes_with_one_checkpoint(tmp_path):
     assert out.count("epoch 3/3 | ") == 1
     assert "epoch 1/3" not in out
     # rank 0 read its file; the agent that came first made rank 0, so either node may have it
-    first = run("00_single_gpu.py", 1, "--seed=0").epochs
+    first = run("00_single_gpu.py", 1, "--seed=0", whole=True).epochs
     assert f"train loss {first[2]['train_loss']:.4f}" in out
 
 

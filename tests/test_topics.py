@@ -4,18 +4,17 @@ import ast
 import os
 import re
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.utils.data import DistributedSampler, TensorDataset
+from torch.utils.data import DistributedSampler
 
 import common
 import pairs
-from ladder import ROOT, fork, launch
+from ladder import ROOT, changed, fork, launch, only
 
 TWO = ["--epochs=2"]
 
@@ -346,22 +345,11 @@ def test_a_topic_for_several_nodes_takes_the_gpu_of_its_local_rank(name):
 
 def test_a_rank_without_a_batch_does_not_count_in_the_mean():
     """96 images in one batch: rank 0 has 48, rank 1 none. So it is 00 on rank 0's 48."""
-    load = common.load_datasets
-
-    def some(indices):
-        def before():
-            def cut(args):
-                sets = load(args)
-                tensors = [tensor[indices] for tensor in sets[0].tensors]
-                return TensorDataset(*tensors), sets[1]
-
-            common.load_datasets = cut
-
-        return before
-
-    done = topic("uneven_inputs", 2, "--epochs=1", before=some(range(96)))
+    done = topic("uneven_inputs", 2, "--epochs=1", before=only(slice(96), slice(None)))
     own = list(DistributedSampler(range(96), 2, 0, seed=0))
-    alone = fork("00_single_gpu.py", 1, "--epochs=1", "--batch-size=48", before=some(own))
+    alone = fork(
+        "00_single_gpu.py", 1, "--epochs=1", "--batch-size=48", before=only(own, slice(None))
+    )
     assert alone.codes == [0] and len(own) == 48
     for weights in done.weights:
         for name, value in alone.weights[0].items():
@@ -383,44 +371,6 @@ def test_the_last_two_checkpoints_of_fsdp_stay(tmp_path):
     assert "nothing left to do: it has 11 epochs" in again.out
 
 
-def stop_after(samples):
-    """Edit the topic: rank 1 of 2 gets the signal at that sample of the first epoch."""
-    line = "            stop = torch.tensor(len(stop_requested))\n"
-    ask = f"            if rank == 1 and 2 * sums[1] == {samples}:\n"
-    ask += "                os.kill(os.getpid(), signal.SIGTERM)\n"
-    return lambda source: source.replace(line, ask + line)
-
-
-def test_a_stopped_run_waits_for_a_slow_save_and_counts_all_its_seconds(tmp_path):
-    """Where one rank ends, Slurm ends the others: so none may end before the file is there."""
-
-    def slow_save():
-        save, leave = common.save_checkpoint, sys.exit
-
-        def save_slowly(*args):
-            time.sleep(2)
-            save(*args)
-
-        def leave_and_say(code=0):
-            print(f"rank ends, file is there: {(tmp_path / 'checkpoint.pt').exists()}", flush=True)
-            leave(code)
-
-        common.save_checkpoint, sys.exit = save_slowly, leave_and_say
-
-    run = {"folder": tmp_path, "edit": stop_after(48), "before": slow_save}
-    stopped = fork("topics/preemption.py", 2, "--epochs=1", *TINY, **run)
-    assert stopped.codes == [75, 75], stopped.err
-    assert stopped.out.count("rank ends, file is there: True") == 2, stopped.out
-
-    state = stopped.state
-    mid_epoch = state["optimizer"]["mid_epoch"]
-    assert mid_epoch["samples"] == 48 and 0 < mid_epoch["seconds"] < 60
-    mid_epoch["seconds"] = 100.0
-    torch.save(state, stopped.checkpoint)
-    resumed = topic("preemption", 2, "--epochs=1", *TINY, folder=tmp_path)
-    assert 96 / 160 < resumed.epochs[0]["samples_per_second"] < 96 / 100
-
-
 def test_the_warm_up_is_not_run_again_after_a_resume(tmp_path):
     """Of a warm-up of two epochs the second begins half way, and ends with the target rate."""
     options = [*TINY, "--base-batch=24", "--lr=0.004", "--rule=linear"]
@@ -432,18 +382,8 @@ def test_the_warm_up_is_not_run_again_after_a_resume(tmp_path):
 
 def test_evaluation_with_batch_norm():
     """Rank 0 tests alone: through DDP it would send its buffers, and nobody receives them."""
-
-    def with_batch_norm():
-        build_model = common.build_model
-
-        def build(args):
-            model = build_model(args)
-            model.insert(2, torch.nn.BatchNorm2d(16))
-            return model
-
-        common.build_model = build
-
     options = ["--epochs=1", "--timeout=10", *TINY]
+    with_batch_norm = changed(lambda model: model.insert(2, torch.nn.BatchNorm2d(16)))
     done = topic("evaluation", 2, *options, before=with_batch_norm)
     lines = re.findall(r"^(padded|one rank|exact) +\d+ of (\d+)", done.out, re.M)
     assert lines == [("padded", "24"), ("one rank", "24"), ("exact", "24")]

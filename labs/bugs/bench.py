@@ -279,16 +279,28 @@ def fork(
     return run
 
 
+def words(row: bugs.Row, folder: Path) -> list[str]:
+    """Return the options of the row's script: those of its twin, and its own."""
+    return [word.format(folder=folder) for word in (*bugs.TWINS[row.twin].args, *row.args)]
+
+
+def written(row: bugs.Row, folder: Path) -> Path:
+    """Write the row's script into the folder, which is made, and return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / Path(row.twin).name
+    path.write_text(bugs.faulty(row))
+    return path
+
+
 def run_row(row: bugs.Row, folder: Path, source: str | None = None, **options) -> Run:
     """Run the row's script (or this source) with the options of its twin."""
     source = bugs.faulty(row) if source is None else source
-    twin = bugs.TWINS[row.twin]
-    argv = [word.format(folder=folder) for word in (*twin.args, *row.args)]
+    argv = words(row, folder)
     options |= {"nproc": row.nproc, "nodes": row.nodes}
     if "mp.spawn(" in source:
         argv.append(f"--nproc={row.nproc}")
     if row.resumes:
-        first = fork(source, row.twin, [*argv, *twin.first], folder, **options)
+        first = fork(source, row.twin, [*argv, *bugs.TWINS[row.twin].first], folder, **options)
         if not first.ok:
             return first
     return fork(source, row.twin, argv, folder, **options)
@@ -390,11 +402,10 @@ def launch(command: list[str], folder: Path, timeout: float) -> tuple[int | None
 
 
 def of_torchrun(row: bugs.Row, folder: Path, timeout: float) -> str:
-    path = folder / Path(row.twin).name
-    path.write_text(bugs.faulty(row))
-    argv = [word.format(folder=folder) for word in (*bugs.TWINS[row.twin].args, *row.args)]
+    path = written(row, folder)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    text = launch([*command, f"--nproc-per-node={row.nproc}", str(path), *argv], folder, timeout)[1]
+    command += [f"--nproc-per-node={row.nproc}", str(path), *words(row, folder)]
+    text = launch(command, folder, timeout)[1]
     report = text.partition("Root Cause")[2]
     if not report:
         return "nothing"
@@ -403,13 +414,10 @@ def of_torchrun(row: bugs.Row, folder: Path, timeout: float) -> str:
 
 def check(row: bugs.Row, folder: Path, timeout: float = 400) -> tuple[set[str] | None, str]:
     """Return the checks that labs/check.py finds broken (None: it said nothing), and its output."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path, report = folder / Path(row.twin).name, folder / "report.json"
-    path.write_text(bugs.faulty(row))
-    argv = [word.format(folder=folder) for word in (*bugs.TWINS[row.twin].args, *row.args)]
+    path, report = written(row, folder), folder / "report.json"
     command = [sys.executable, str(CHECKER), str(path), f"--json={report}"]
-    command += [f"--nproc={row.nproc * row.nodes}", f"--nodes={row.nodes}", "--", *argv]
-    text = launch(command, folder, timeout)[1]
+    command += [f"--nproc={row.nproc * row.nodes}", f"--nodes={row.nodes}"]
+    text = launch([*command, "--", *words(row, folder)], folder, timeout)[1]
     if not report.exists():
         return None, text
     found = json.loads(report.read_text())["checks"]
