@@ -5,7 +5,7 @@ Two nodes:   python labs/check.py my_script.py --nproc 4 --nodes 2
 What it is:  python labs/check.py --explain gradients
 
 The script is not edited. observer/ is on its PYTHONPATH and writes down what each rank does;
-judge.py draws the conclusions. A script that starts its ranks itself (mp.spawn, Lightning) is run
+judge/ draws the conclusions. A script that starts its ranks itself (mp.spawn, Lightning) is run
 by python, any other with the environment that torchrun makes.
 """
 

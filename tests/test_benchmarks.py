@@ -333,6 +333,15 @@ def test_what_strategies_runs(gpus, monkeypatch):
     assert os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] == "1"
 
 
+def test_teardown(tmp_path):
+    done = benchmark("teardown.py", "--runs", 2, "--csv", tmp_path / "teardown.csv")
+    assert done.returncode == 0, done.stdout
+    before, after = rows(tmp_path / "teardown.csv")
+    assert (before["imported"], before["ranks"], before["aborted"]) == ("before", "4", "0")
+    assert (after["imported"], after["ranks"]) == ("after", "2")
+    assert before["failed_otherwise"] == after["failed_otherwise"] == "0"
+
+
 def test_restarts(tmp_path):
     done = benchmark("restarts.py", "--runs", 1, "--csv", tmp_path / "restarts.csv")
     assert done.returncode == 0, done.stdout

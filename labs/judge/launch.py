@@ -1,0 +1,107 @@
+"""Devices, ports, the end of the ranks, and a run that was killed and started again."""
+
+import re
+
+from judge.collectives import last_line
+from judge.trace import BROKEN, HOLDS, NOT_SEEN
+
+
+def devices(trace):
+    if trace.nodes < 2:
+        return NOT_SEEN, "one node: local and global rank are equal (--nodes 2 tells)", None
+    pattern = r"set_device(?:_index)?\(.*?\)|device\(\s*f?[\"']cuda[^)]*?\)"
+    pattern += r"|device_ids\s*=\s*\[.*?\]|\.cuda\(\w.*?\)"
+    for line, text in enumerate(trace.source.splitlines(), 1):
+        if text.lstrip().startswith("#") or not (found := re.search(pattern, text)):
+            continue
+        names = re.findall(r"[A-Za-z_]\w*", found[0])
+        place = f"{trace.script}:{line}"
+        for name in names:
+            kinds = {of_rank(v) for v in re.findall(rf"\b{name}\b\s*=\s*([^=\n].*)", trace.source)}
+            if name == "rank" and not kinds:
+                kinds = {"global"}
+            if "local" in kinds or "local" in name.lower():
+                return HOLDS, f"the source takes the device by {name}, the local rank", place
+            if "global" in kinds and "device_count" not in found[0]:
+                return BROKEN, f"the source takes the device by {name}, the global rank", place
+    return NOT_SEEN, "the source names no device by number", None
+
+
+def of_rank(text):
+    if "LOCAL_RANK" in text or "local_rank" in text.lower() or "device_count" in text:
+        return "local"
+    return "global" if re.search(r"get_rank\(|[\"']RANK[\"']", text) else None
+
+
+def teardown(trace):
+    if trace.left:
+        return BROKEN, f"left behind: {'; '.join(trace.left)[:120]}", None
+    if trace.hang or trace.timed_out or any(trace.codes.values()):
+        return NOT_SEEN, "the run did not end by itself", None
+    missing = [r.number for r in trace.ranks if not any(d["whole"] for d in r.all("destroy"))]
+    place = trace.ranks[0].last("init")["where"] if trace.ranks else None
+    if missing and trace.ranks[0].last("init")["library"]:
+        return NOT_SEEN, "a library made the group, and leaves it to the end of the process", place
+    if missing:
+        return BROKEN, f"no destroy_process_group on ranks {missing}", place
+    return HOLDS, "all ranks destroyed the group, no process was left", place
+
+
+def port(trace):
+    for rank in trace.ranks:
+        init = rank.last("init")
+        fixed = re.search(r"tcp://.*?:(\d+)", init["method"] or "")
+        if fixed and fixed[1] in trace.source:
+            return BROKEN, f"init_method has port {fixed[1]}", init["where"]
+        changed = rank.last("port")
+        if init["port"] and init["port"] != init["given"]:
+            place = changed["where"] if changed else init["where"]
+            lines = [
+                (i, x) for i, x in enumerate(trace.source.splitlines(), 1) if init["port"] in x
+            ]
+            lines = [(i, x) for i, x in lines if not re.search("add_argument|setdefault|get", x)]
+            if lines:
+                at = f"{trace.script}:{lines[0][0]}"
+                return BROKEN, f"the script sets MASTER_PORT to {init['port']}", at
+            return HOLDS, f"the script chose port {init['port']}, which it does not name", place
+    if not trace.ranks:
+        return NOT_SEEN, "no process group", None
+    return HOLDS, "the launcher's port is used", trace.ranks[0].last("init")["where"]
+
+
+def resume(trace):
+    runs = trace.resumed
+    if not runs:
+        return NOT_SEEN, "no run was killed and started again", None
+    if isinstance(runs, str):
+        return NOT_SEEN, runs, None
+    whole, killed, again, saved = (runs[k] for k in ("whole", "killed", "again", "saved"))
+    place = saved["where"]
+    first, steps = whole.ranks[0].steps, again.ranks[0].steps if again.ranks else []
+    if not steps:
+        return NOT_SEEN, "the second run made no step: " + last_line(again), place
+    total, done = len(first), saved["steps"]
+    if len(steps) != total - done:
+        word = "repeats" if len(steps) > total - done else "skips"
+        text = f"{word} {abs(len(steps) - total + done)} steps: {done} were saved, "
+        return BROKEN, text + f"then {len(steps)} made, of {total} in one go", place
+    before = killed.ranks[0].steps
+    for index, rank in enumerate(again.ranks):
+        one, two = rank.steps, killed.ranks[index].steps[done:]
+        if not two or not one:
+            return NOT_SEEN, "the first run was killed too early", place
+        if one[0]["weights"] != two[0]["weights"]:
+            return BROKEN, f"rank {index} does not go on from the saved weights", place
+        drawn = [[e["indices"] for e in s["before"].get("batch", ())] for s in (one[0], two[0])]
+        if drawn[0] != drawn[1] and drawn[0] != [[None]]:
+            begun = [e["indices"] for e in before[0]["before"].get("batch", ())]
+            again_ = " (those of the first epoch)" if drawn[0] == begun else ""
+            return BROKEN, f"the first step reads other samples than it would have{again_}", place
+        if one[0]["lr"] != two[0]["lr"]:
+            text = f"learning rate {one[0]['lr'][0]:.4g} instead of {two[0]['lr'][0]:.4g}"
+            return BROKEN, text + ": the scheduler is forgotten", place
+        if one[0].get("applied") != two[0].get("applied"):
+            return NOT_SEEN, "same weights and samples, another gradient: random numbers", place
+        if len(one) > 1 < len(two) and one[1]["weights"] != two[1]["weights"]:
+            return BROKEN, "the same gradient makes another step: optimizer state forgotten", place
+    return HOLDS, f"killed after step {len(before)}, goes on from step {done + 1} as before", place
