@@ -303,10 +303,11 @@ def more_runs(trace, args, started, limit, starter):
             trace.resumed = "nothing in the script reads a checkpoint"
         elif not saves:
             trace.resumed = "no checkpoint with torch.save before the last step"
-        elif any(stash.existed.get(e["path"]) for e in saves[:1]):
+        elif any(stash.existed.get(e["path"]) for e in saves):
             trace.resumed = "the checkpoint was there before: the first run went on from it"
         else:
-            saved = saves[0]
+            late = [e for e in saves if e["steps"] + 2 <= total]  # epoch 1 hides what is forgotten
+            saved = (late or saves)[-1]
             later = [e["steps"] for e in saves if e["steps"] > saved["steps"]]
             killed = again(args.nproc, stop=min([saved["steps"] + 2, total, *later]))
             second = again(args.nproc)

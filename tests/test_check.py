@@ -4,13 +4,10 @@
 The ranks are forked from this process, which has imported torch: that takes 2 s instead of 15.
 """
 
-import atexit
 import json
-import os
 import subprocess
 import sys
 import tempfile
-import types
 from pathlib import Path
 
 import pytest
@@ -20,54 +17,15 @@ sys.path.insert(0, str(ROOT / "labs"))
 
 import check  # noqa: E402
 import judge  # noqa: E402
-import torch  # noqa: E402
 
-import ladder  # noqa: E402,F401  imports what the forked ranks need
-
-
-def fork(script, words, env, out, err):
-    """Stand in for check.start: run the script in a fork of this process."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        for number, path in ((0, os.devnull), (1, out), (2, err)):
-            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
-        sys.stdout, sys.stderr = (open(n, "w", closefd=False) for n in (1, 2))  # noqa: SIM115
-        os.setsid()
-        atexit._clear()
-        os.environ.clear()
-        os.environ.update(env)
-        torch.set_num_threads(1)
-        sys.path[:] = [str(Path(script).parent), *sys.path]
-        sys.argv = [str(script), *words]
-        main = types.ModuleType("__main__")
-        main.__file__ = str(script)
-        sys.modules["__main__"] = main
-        observer = types.ModuleType("observer")
-        observer.__file__ = str(check.OBSERVER / "sitecustomize.py")
-        exec(Path(observer.__file__).read_text(), observer.__dict__)
-        sys.meta_path.pop(0)
-        observer.watch()
-        exec(compile(Path(script).read_text(), str(script), "exec"), main.__dict__)
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+from labs.bugs.bench import fork_watched  # noqa: E402
 
 
 def checked(script, *words, nproc=2, nodes=1, timeout=60, more=True):
     """Return the trace and {check: result}. more: also on one rank, and killed and resumed."""
     own = [str(script), f"--nproc={nproc}", f"--nodes={nodes}", f"--timeout={timeout}"]
     args = check.parse_args([*own, "--", *words])
-    trace, results = check.check(args, starter=fork, more=more)
+    trace, results = check.check(args, starter=fork_watched, more=more)
     inner = [e["text"] for rank in trace.ranks for e in rank.all("internal")]
     assert not inner, inner[0]
     assert not [r for r in results if "the checker failed" in r["evidence"]], results
@@ -194,6 +152,10 @@ ACCUMULATE = [
 ]
 NORM = ("        model = DDP", "        model = DDP")
 BATCH_NORM = [("nn.Linear(8, 16), ", "nn.Linear(8, 16), nn.BatchNorm1d(16), ")]
+OF_RANK_0 = (
+    "        model.eval()\n",
+    "        model.eval()\n        [dist.broadcast(b, src=0) for b in model.buffers()]\n",
+)
 CLIP = "            nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n"
 SAVE = '            torch.save(state, "state.pt")\n'
 EVALUATE = "                sums += torch.tensor([(model.module(inputs)"
@@ -391,6 +353,12 @@ FAULTS = {
         "buffers",
         "differ",
         [*BATCH_NORM, ("DDP(model)", "DDP(model, broadcast_buffers=False)")],
+    ),
+    "buffers in evaluation": ("buffers", "evaluate with different", BATCH_NORM),
+    "tail not tested": (
+        "evaluation",
+        "5 samples are never tested: drop_last",
+        [("range(rank, 21, world_size)), 8)", "range(rank, 21, world_size)), 8, drop_last=True)")],
     ),
     "loss of each step": (
         "loss",
@@ -621,7 +589,8 @@ ODD = {
     "augmentation": [
         ("F.cross_entropy(model(inputs)", "F.cross_entropy(model(inputs + 0.1 * torch.randn(8))")
     ],
-    "batch norm": BATCH_NORM,
+    "batch norm": [*BATCH_NORM, OF_RANK_0],
+    "batch norm evaluated through DDP": [*BATCH_NORM, ("model.module(inputs)", "model(inputs)")],
     "weighted": [
         (
             "DistributedSampler(train_set)",
@@ -892,8 +861,18 @@ def test_one_process_is_not_judged(rung, tmp_path):
     assert {r["verdict"] for r in results.values()} == {judge.NOT_SEEN}
 
 
+def test_against_one_rank(tmp_path):
+    """The first steps on one rank, of the same samples, show what all ranks do alike."""
+    half = ("loss.backward()", "(loss / world_size).backward()")
+    edits = [("(train_set, 8", "(train_set, 16 // world_size"), (CLIP, "")]
+    results = checked(edited(tmp_path, *edits, half))[1]
+    assert broken(results) == {"gradients"}, results
+    assert results["gradients"]["evidence"].startswith("0.5 times the gradient of one rank")
+    assert not broken(checked(edited(tmp_path, *edits))[1])
+
+
 def test_three_ranks(tmp_path):
-    _, results = checked(edited(tmp_path, *BATCH_NORM), nproc=3, more=False)
+    _, results = checked(edited(tmp_path, *BATCH_NORM, OF_RANK_0), nproc=3, more=False)
     assert not broken(results), results
 
 

@@ -25,14 +25,14 @@ checker   labs/check.py. right: the row's check is broken, and no other than tho
           says are true as well. right, and X: X is a false alarm beside it. wrong: X: other checks
           only. missed: none. For a correct script: silent, or false alarm: X.
 
-All but torchrun and the checker run in processes forked from this one, which has imported torch, in
-the environment that torchrun would make. Where the row is about a resume, a first run stops early.
+All but torchrun run in processes forked from this one, which has imported torch, in the environment
+that torchrun would make. Where the row is about a resume, a first run stops early.
 """
 
 import argparse
+import atexit
 import contextlib
 import faulthandler
-import json
 import os
 import pickle
 import random
@@ -43,6 +43,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -57,12 +58,13 @@ import torch.optim.swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "labs")]
+
+import check as checker  # noqa: E402
 
 import checks  # noqa: E402
 from labs.bugs import bugs  # noqa: E402
 
-CHECKER = ROOT / "labs" / "check.py"
 TOOLS = ("user", "time-out", "info", "detail", "flight", "torchrun", "checker")
 NAMES = re.compile(
     "mismatch|did not receive grad|not join|Detected|missing rank|failed to pass", re.IGNORECASE
@@ -412,16 +414,56 @@ def of_torchrun(row: bugs.Row, folder: Path, timeout: float) -> str:
     return "traceback" if path.name in report else "exit code"
 
 
-def check(row: bugs.Row, folder: Path, timeout: float = 400) -> tuple[set[str] | None, str]:
-    """Return the checks that labs/check.py finds broken (None: it said nothing), and its output."""
-    path, report = written(row, folder), folder / "report.json"
-    command = [sys.executable, str(CHECKER), str(path), f"--json={report}"]
-    command += [f"--nproc={row.nproc * row.nodes}", f"--nodes={row.nodes}"]
-    text = launch([*command, "--", *words(row, folder)], folder, timeout)[1]
-    if not report.exists():
-        return None, text
-    found = json.loads(report.read_text())["checks"]
-    return {one["check"] for one in found if one["verdict"] == "broken"}, text
+def fork_watched(script, words, env, out, err) -> int:
+    """Stand in for start() of labs/check.py: run the script, watched, in a fork of this process."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        for number, path in ((0, os.devnull), (1, out), (2, err)):
+            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
+        sys.stdout, sys.stderr = (open(n, "w", closefd=False) for n in (1, 2))  # noqa: SIM115
+        os.setsid()
+        atexit._clear()
+        os.environ.clear()
+        os.environ.update(env)
+        torch.set_num_threads(1)
+        sys.path[:] = [str(Path(script).parent), *sys.path]
+        sys.argv = [str(script), *words]
+        main = types.ModuleType("__main__")
+        main.__file__ = str(script)
+        sys.modules["__main__"] = main
+        observer = types.ModuleType("observer")
+        observer.__file__ = str(checker.OBSERVER / "sitecustomize.py")
+        exec(Path(observer.__file__).read_text(), observer.__dict__)
+        sys.meta_path.pop(0)
+        observer.watch()
+        exec(compile(Path(script).read_text(), str(script), "exec"), main.__dict__)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def check(row: bugs.Row, folder: Path, timeout: float = 400) -> set[str] | None:
+    """Return the checks that labs/check.py finds broken; None where it had nothing to judge."""
+    path, back = written(row, folder), os.getcwd()
+    options = [f"--nproc={row.nproc * row.nodes}", f"--nodes={row.nodes}", f"--timeout={timeout}"]
+    os.chdir(folder)
+    try:
+        args = checker.parse_args([str(path), *options, "--", *words(row, folder)])
+        trace, results = checker.check(args, starter=fork_watched)
+    finally:
+        os.chdir(back)
+    found = {one["check"] for one in results if one["verdict"] == "broken"}
+    return found if trace.ranks or found else None
 
 
 def of_checker(row: bugs.Row, broken: set[str] | None) -> str:
@@ -489,8 +531,8 @@ class Bench:
                 fails = user in ("crash", "hang") and by_torchrun
                 seconds = self.args.timeout + 60  # it starts slowly
                 verdicts["torchrun"] = of_torchrun(row, Path(folder), seconds) if fails else "-"
-            if "checker" in tools and CHECKER.exists():
-                verdicts["checker"] = of_checker(row, check(row, Path(folder))[0])
+            if "checker" in tools:
+                verdicts["checker"] = of_checker(row, check(row, Path(folder) / "row"))
         return verdicts
 
 
@@ -521,8 +563,6 @@ def main() -> int:
         for row in chosen:
             print(f"{row.name:30} {row.group:24} {row.twin:22} {row.check or 'nothing broken'}")
         return 0
-    if "checker" in args.tools and not CHECKER.exists():
-        print(f"without the checker: there is no {CHECKER.relative_to(ROOT)}", file=sys.stderr)
 
     import machine
     import scaling

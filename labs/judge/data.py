@@ -152,6 +152,11 @@ def order(trace):
             a, b = one["ids"][:length], two["ids"][:length]
             if a == b and one["known"] and a == sorted(a):
                 return NOT_SEEN, "the data are read in their own order, without shuffling", place
+            if a == b and not one["known"] and one["counted"] is not None:
+                text = (
+                    f"the data set gives the same order twice: its epoch is {one['counted']} and "
+                )
+                return BROKEN, f"{text}{two['counted']}", place
             if a == b and not one["known"]:
                 return NOT_SEEN, "an iterable data set gives the same order each time", place
             if a == b:
@@ -203,6 +208,7 @@ def evaluation(trace):
     rounds = [[p for p in passes if p["batches"] and evaluates(p)] for passes in rounds]
     if not any(rounds):
         return NOT_SEEN, "no DataLoader was read without training", None
+    trained = {p["loader"] for r in trace.ranks for p in r.training}
     kinds, total, first = defaultdict(lambda: [[] for _ in rounds]), 0, None
     for number, passes in enumerate(rounds):  # ranks need not evaluate the same data sets
         for this in passes:
@@ -216,6 +222,10 @@ def evaluation(trace):
             if lists is None:
                 return NOT_SEEN, "which samples were evaluated is unknown", place
             first, total = first or place, total + len(lists[0])
+            if parts[0]["drop_last"] and parts[0]["loader"] not in trained and parts[0]["ended"]:
+                lost = sum(p["size"] or 0 for p in parts) - sum(map(len, lists))
+                if lost > 0 and not parts[0]["replicas"]:
+                    return BROKEN, f"{lost} samples are never tested: drop_last", place
             if fault := miscounted(trace, parts, lists):
                 return *fault, place
     return HOLDS, f"rank 0 reads {total} samples without training, none of them twice", first

@@ -3,7 +3,9 @@
 import re
 
 from judge.collectives import last_line
+from judge.data import samples
 from judge.trace import BROKEN, HOLDS, NOT_SEEN
+from judge.weights import gradients, wrapper
 
 
 def devices(trace):
@@ -78,6 +80,9 @@ def resume(trace):
     whole, killed, again, saved = (runs[k] for k in ("whole", "killed", "again", "saved"))
     place = saved["where"]
     first, steps = whole.ranks[0].steps, again.ranks[0].steps if again.ranks else []
+    if not steps and again.ranks and not any(again.codes.values()):
+        text = f"skips all {len(first) - saved['steps']} steps that were left, and ends with 0"
+        return BROKEN, text, place
     if not steps:
         return NOT_SEEN, "the second run made no step: " + last_line(again), place
     total, done = len(first), saved["steps"]
@@ -85,23 +90,32 @@ def resume(trace):
         word = "repeats" if len(steps) > total - done else "skips"
         text = f"{word} {abs(len(steps) - total + done)} steps: {done} were saved, "
         return BROKEN, text + f"then {len(steps)} made, of {total} in one go", place
+    for name, check in (("wrapper", wrapper), ("gradients", gradients), ("samples", samples)):
+        if check(whole)[0] == BROKEN:
+            return (
+                NOT_SEEN,
+                f"see {name}: it would not go on as before without a stop either",
+                place,
+            )
     before = killed.ranks[0].steps
-    for index, rank in enumerate(again.ranks):
-        one, two = rank.steps, killed.ranks[index].steps[done:]
-        if not two or not one:
-            return NOT_SEEN, "the first run was killed too early", place
+    pairs = [(r.steps, k.steps[done:]) for r, k in zip(again.ranks, killed.ranks, strict=False)]
+    if len(pairs) < whole.world or not all(one and two for one, two in pairs):
+        return NOT_SEEN, "the first run was killed too early", place
+    for index, (one, two) in enumerate(pairs):
         if one[0]["weights"] != two[0]["weights"]:
             return BROKEN, f"rank {index} does not go on from the saved weights", place
+    for index, (one, two) in enumerate(pairs):
         drawn = [[e["indices"] for e in s["before"].get("batch", ())] for s in (one[0], two[0])]
         if drawn[0] != drawn[1] and drawn[0] != [[None]]:
             begun = [e["indices"] for e in before[0]["before"].get("batch", ())]
-            again_ = " (those of the first epoch)" if drawn[0] == begun else ""
-            return BROKEN, f"the first step reads other samples than it would have{again_}", place
-        if one[0]["lr"] != two[0]["lr"]:
-            text = f"learning rate {one[0]['lr'][0]:.4g} instead of {two[0]['lr'][0]:.4g}"
-            return BROKEN, text + ": the scheduler is forgotten", place
-        if one[0].get("applied") != two[0].get("applied"):
-            return NOT_SEEN, "same weights and samples, another gradient: random numbers", place
-        if len(one) > 1 < len(two) and one[1]["weights"] != two[1]["weights"]:
-            return BROKEN, "the same gradient makes another step: optimizer state forgotten", place
+            text = f"the first step of rank {index} reads other samples than it would have"
+            return BROKEN, text + " (those of the first epoch)" * (drawn[0] == begun), place
+    (one, two), seconds = pairs[0], [[s[1]["weights"] for s in p if len(s) > 1] for p in pairs]
+    if one[0]["lr"] != two[0]["lr"]:
+        text = f"learning rate {one[0]['lr'][0]:.4g} instead of {two[0]['lr'][0]:.4g}"
+        return BROKEN, text + ": the scheduler is forgotten", place
+    if one[0].get("applied") != two[0].get("applied"):
+        return NOT_SEEN, "same weights and samples, another gradient: random numbers", place
+    if any(len(set(weights)) > 1 for weights in seconds):
+        return BROKEN, "the same gradient makes another step: optimizer state forgotten", place
     return HOLDS, f"killed after step {len(before)}, goes on from step {done + 1} as before", place

@@ -32,6 +32,11 @@ def loss(trace):
                 sites[place][told(trace, rank.number, done, windows, found[1])].append(found[1])
                 printed[place] = done
     for place, numbers in sites.items():
+        if len(numbers["part"]) > 1 and not numbers["own"] and not numbers["mean"]:
+            text = (
+                f"{len(numbers['part'])} printed losses (first {numbers['part'][0]}) are the mean "
+            )
+            return BROKEN, f"{text}over ranks divided by {trace.world} once more", place
         own = numbers["own"]
         digits = len(own[0].partition(".")[2]) if own else 0
         if own and not numbers["mean"] and (len(own) > 1 or digits >= 4):
@@ -72,7 +77,8 @@ def told(trace, number, done, windows, printed):
                     if abs(mine - all_) > 4 * near:
                         kinds |= {"own"} if abs(mine - value) < near else set()
                         kinds |= {"mean"} if abs(all_ - value) < near else set()
-    return "mean" if "mean" in kinds else "own" if kinds else None
+                        kinds |= {"part"} if abs(all_ / len(sums) - value) < near else set()
+    return next((kind for kind in ("mean", "own", "part") if kind in kinds), None)
 
 
 def writers(trace):

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 
-from judge.steps import batch_of, synchrony
+from judge.steps import NEAR, against_one_rank, batch_of, synchrony
 from judge.trace import BROKEN, HOLDS, NOT_SEEN
 
 
@@ -13,9 +13,9 @@ def learning_rate(trace):
         return NOT_SEEN, "the first steps on one rank could not be seen", None
     one, many = alone.ranks[0].steps, [r.steps for r in trace.ranks]
     place = many[0][0]["where"]
-    if not one[0]["lr"] or not many[0][0]["lr"] or not one[0]["lr"][0]:
+    if not one[0]["base"] or not many[0][0]["base"] or not one[0]["base"][0]:
         return NOT_SEEN, "the optimizer has no learning rate", place
-    ratio = many[0][0]["lr"][0] / one[0]["lr"][0]
+    ratio = many[0][0]["base"][0] / one[0]["base"][0]  # before a schedule changes it
     sizes = [batch_of(one[0]), sum(batch_of(steps[0]) for steps in many if steps)]
     if not all(sizes):
         sizes = [rows_in(one[0]), sum(rows_in(steps[0]) for steps in many if steps)]
@@ -26,7 +26,7 @@ def learning_rate(trace):
     text += f"; learning rate x {ratio:.4g}"
     if any(math.isclose(ratio, good, rel_tol=0.02) for good in (1, batch, math.sqrt(batch))):
         return HOLDS, text, place
-    rates = {tuple(s["lr"]) for s in many[0][:3]} | {tuple(s["lr"]) for s in one[:3]}
+    rates = {tuple(s["base"]) for s in many[0][:3]} | {tuple(s["base"]) for s in one[:3]}
     if len(rates) > 2:
         return NOT_SEEN, f"{text}, but it changes from step to step", place
     return BROKEN, text, place
@@ -91,6 +91,10 @@ def precision(trace):
                     return BROKEN, "clipped before backward() was complete", event["where"]
     if place_ := reduced_twice(trace):
         return BROKEN, "the norm of a gradient that all ranks share is summed over ranks", place_
+    alone = against_one_rank(trace)
+    if alone and alone["differs"] == "length" and abs(alone["own"] - 1) < NEAR:
+        text = f"the same gradient is clipped or scaled to {alone['applied']:.3g} of what one rank "
+        return BROKEN, text + "makes of it", place or trace.ranks[0].steps[0]["where"]
     if not any(clips) and not scaled:
         return NOT_SEEN, "neither clipping nor a GradScaler", None
     return (

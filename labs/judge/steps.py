@@ -1,8 +1,10 @@
 """What each optimizer step applied on each rank, against the gradients that the ranks had made."""
 
+import itertools
 import math
 
 NEAR = 0.02  # bfloat16 rounds a sketch by 3e-3; faults change it by 0.3 and more
+CLOSE = 0.005  # in float32, after two steps whose rounding Adam may have made larger
 
 
 def dot(a, b):
@@ -92,3 +94,57 @@ def synchrony(trace):
 
 def batch_of(step):
     return sum(e["count"] for e in step["before"].get("batch", ()))
+
+
+def samples_of(step):
+    """Return fingerprints of the rows that this step was made from, sorted; None if unknown."""
+    read = step["before"].get("batch") or ()
+    read = read or [e for e in step["before"].get("forward", ()) if e["grad"]]
+    rows = [e.get("rows") for e in read]
+    return sorted(row for part in rows for row in part) if rows and None not in rows else None
+
+
+def against_one_rank(trace):
+    """Compare the first steps with those of one rank, made from the same weights and samples.
+
+    Returns {"own": factor, "applied": factor, "apart": |difference|, "differs": in direction, in
+    length or not} of the mean of the ranks' own gradients and of what the optimizer gets, in the
+    first step that differs; None where the runs cannot be compared: other samples, random numbers
+    in the forward pass, BatchNorm.
+    """
+    if not trace.alone or not trace.alone.ranks or not trace.optimizers:
+        return None
+    number, found = trace.optimizers[0], None
+    pairs = zip(trace.alone.ranks[0].steps_of(number), trace.together(number), strict=False)
+    for one, parts in itertools.islice(pairs, 3):
+        if not found and len({s["weights"] for s in (one, *parts)}) > 1:
+            return None
+        compared = compare_with(one, parts)
+        found = compared or found
+        if not compared or compared["differs"] or one["lr"] != parts[0]["lr"]:
+            break
+    return found
+
+
+def compare_with(one, parts):
+    steps = [one, *parts]
+    rows = [samples_of(s) for s in steps]
+    if None in rows or sorted(r for part in rows[1:] for r in part) != rows[0]:
+        return None
+    if any(s["random"] or s["norms"] for s in steps):
+        return None
+    columns = enumerate(zip(*(s[k] or () for s in steps for k in ("own", "applied")), strict=False))
+    usable = [i for i, column in columns if None not in column]
+    own, applied = (
+        [[x for i in usable for x in s[k][i]] for s in steps] for k in ("own", "applied")
+    )
+    if not any(own[0]) or not any(applied[0]):
+        return None
+    mean = [sum(column) / len(parts) for column in zip(*own[1:], strict=True)]
+    factor, error = fit(applied[1], applied[0])
+    result = {"own": fit(mean, own[0])[0], "applied": factor, "apart": error, "differs": None}
+    if error > (NEAR if any(s["rounded"] for s in steps) else CLOSE):
+        result["differs"] = "direction"
+    elif abs(factor - 1) > NEAR:
+        result["differs"] = "length"
+    return result

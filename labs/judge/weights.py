@@ -5,7 +5,7 @@ import json
 from collections import Counter
 
 from judge.schedule import precision
-from judge.steps import batch_of, synchrony
+from judge.steps import NEAR, against_one_rank, batch_of, synchrony
 from judge.trace import BROKEN, HOLDS, NOT_SEEN
 
 
@@ -143,6 +143,13 @@ def gradients(trace):
     if told and len(uneven) * 2 > len(steps) and kinds["mean"] and not scaled_by_hand(steps):
         sizes = " and ".join(str(batch_of(s)) for s in uneven[0][:2])
         return BROKEN, f"a mean of means: {sizes} samples on two ranks count the same", place
+    alone = against_one_rank(trace)
+    if alone and alone["differs"] == "direction":
+        text = f"{alone['apart']:.1%} off the gradient of one rank for the same samples: a mean of "
+        return BROKEN, text + "means of unequal counts?", place
+    if alone and alone["differs"] == "length" and abs(alone["own"] - 1) > NEAR:
+        text = f"{alone['applied']:.3g} times the gradient of one rank for the same samples"
+        return BROKEN, text, place
     if not told:
         same = kinds["same"] and "every rank computed the same gradient"
         return NOT_SEEN, same or "gradients of single ranks were not seen", place
@@ -196,6 +203,10 @@ def replicas(trace):
         if learning_rates_differ(trace, number):
             return BROKEN, f"weights differ {when}: the ranks' learning rates differ", place
         return BROKEN, f"weights differ {when}, though gradients do not", place
+    again = trace.resumed["again"] if isinstance(trace.resumed, dict) else None
+    first = [rank.steps[0] for rank in again.ranks if rank.steps] if again else []
+    if len(first) > 1 and len({step["weights"] for step in first}) > 1:
+        return BROKEN, "started again from a checkpoint, the ranks have other weights", None
     if not compared or trace.world < 2:
         return NOT_SEEN, "no optimizer step on two ranks was seen", None
     ended = all(r.last("final") for r in trace.ranks)
@@ -228,13 +239,17 @@ def accumulation(trace):
 
 def buffers(trace):
     made = [r.all("wrapper") for r in trace.ranks]
-    evaluated = [[f for f in r.all("forward") if f.get("buffers") is not None] for r in trace.ranks]
+    evaluated = [r.all("evaluate") for r in trace.ranks]
     ends = [(r.last("final") or {}).get("buffers") for r in trace.ranks]
     if not all(made) or all(w[0]["buffers"] is None for w in made):
         return NOT_SEEN, "no wrapped model with buffers", None
     place = made[0][0]["where"]
     if len({w[0]["buffers"] for w in made}) > 1:
         return BROKEN, "buffers differ between ranks when the model has just been wrapped", place
+    for parts in zip(*evaluated, strict=False):
+        if len({f["buffers"] for f in parts}) > 1 and len({f["steps"] for f in parts}) == 1:
+            text = "ranks evaluate with different buffers, and one rank's are saved"
+            return BROKEN, text, parts[0]["where"]
     if made[0][0]["synced"]:
         return HOLDS, "equal after wrapping; DDP sends rank 0's before each forward pass", place
     same = len(set(ends)) == 1 and None not in ends

@@ -159,14 +159,20 @@ def first_tensor(data):
         return next((x for x in map(first_tensor, values) if x is not None), None)
 
 
+@functools.cache
+def row_weights(size):
+    """Return fixed random numbers; of a row that is padded with zeros, the first ones."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(size, generator=generator, dtype=torch.float64)
+
+
 def fingerprints(data):
     """Return one number for each row of the batch's first tensor."""
     tensor = first_tensor(data)
     if tensor is None or not len(tensor):
         return None
     rows = plain(tensor).cpu().reshape(len(tensor), -1).to(torch.float64)
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(rows.shape[1], generator=generator, dtype=torch.float64)
+    weights = row_weights(1 << max(16, rows.shape[1].bit_length()))[: rows.shape[1]]
     return [f"{x:.9e}" for x in (rows * weights).sum(dim=1).tolist()]
 
 
@@ -231,6 +237,12 @@ def after_step(optimizer, args, kwargs):
     parameters = parameters_of(optimizer)
     event = {"optimizer": number(optimizer, "optimizer"), "weights": places.pop("weights", None)}
     event |= {"lr": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]}
+    event["base"] = [
+        float(g.get("initial_lr", g["lr"])) for g in optimizer.param_groups if "lr" in g
+    ]
+    event["random"] = places.get("random") != crc([torch.get_rng_state()])  # since its forward pass
+    event["rounded"] = "autocast" in since or any(p.element_size() < 4 for p in parameters)
+    event["norms"] = any(n.endswith("running_mean") for m in roots for n, _ in m.named_buffers())
     event |= {"since": dict(since), "where": where()}
     event |= {"places": {k: v for k, v in places.items() if k in since}}
     event["sharded"] = any(hasattr(p, "_local_tensor") for p in parameters)
@@ -291,12 +303,19 @@ def forward_of_wrapper(original):
 
 @quiet
 def before_forward(module, args, grad):
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        since["autocast"] += 1
+    if grad and "forward" not in since:
+        since["forward"] += 1
+        places["random"] = crc([torch.get_rng_state()])
     if grad and module in wrapped and not inside["wrapper"]:
         since["bypass"] += 1
         places["bypass"] = where()
-    if module in inner:
+    if module in wrapped and inside["wrapper"] and not module.training and not grad:
+        evaluating(module)  # after DDP has sent rank 0's buffers
+    if module in inner and (module not in wrapped or inside["wrapper"]):
         return
-    if module not in roots:
+    if module not in roots and module not in inner:
         if next(module.parameters(), None) is None:
             inner.add(module)  # a loss function
             return
@@ -308,10 +327,16 @@ def before_forward(module, args, grad):
     event["sharded"] = any(hasattr(p, "_local_tensor") for p in module.parameters())
     if not since_start["pass"]:
         event["rows"] = fingerprints(args)
-    if not module.training and places.get("evaluated") != steps["all"]:
-        places["evaluated"] = steps["all"]
-        event["buffers"] = crc(statistics(module)) if statistics(module) else None
     log("forward", **event)
+    if not module.training and not grad and not isinstance(module, DDP):
+        evaluating(module)
+
+
+def evaluating(module):
+    """Note once between two steps with which buffers this rank evaluates."""
+    if places.get("evaluated") != steps["all"] and statistics(module):
+        places["evaluated"] = steps["all"]
+        log("evaluate", buffers=crc(statistics(module)), steps=steps["all"], where=where())
 
 
 def forward_hook(module, args):
@@ -409,6 +434,8 @@ def pass_begun(iterator, loader):
     event |= {"replacement": bool(getattr(sampler, "replacement", False))}
     event |= {"replicas": getattr(sampler, "num_replicas", None), "batch": loader.batch_size}
     event |= {"subset": base is not loader.dataset, "base": size_of(base), "where": where()}
+    event |= {"loader": number(loader, "loader"), "drop_last": loader.drop_last}
+    event["counted"] = getattr(base, "epoch", None)  # by the data set itself
     log("pass", number=since_start["pass"], **event)
 
 
@@ -643,6 +670,11 @@ def logging_record(logger, record):
 
 
 @quiet
+def clipped_by(result, parameters, max_norm, total_norm, *args, **kwargs):
+    clipped(total_norm, parameters, max_norm)
+
+
+@quiet
 def clipped(total, parameters=None, max_norm=None, *args, **kwargs):
     scaled = bool(since["scale"]) and not since["unscaled"]
     since["clips"] += 1
@@ -726,6 +758,7 @@ def install():
         patch(owner, "load", loading)
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         patch(torch.nn.utils, name, after=clipped)
+    patch(torch.nn.utils, "clip_grads_with_norm_", after=clipped_by)
     patch(torch.amp.GradScaler, "scale", scaler_scales)
     patch(torch.amp.GradScaler, "unscale_", scaler_unscales)
     schedulers = torch.optim.lr_scheduler
