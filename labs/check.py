@@ -30,6 +30,7 @@ import judge
 
 OBSERVER = Path(__file__).resolve().parent / "observer"
 IDLE = 5  # seconds without a line in a log or a tick of CPU time, before the ranks are asked
+MORE = 20  # seconds that further runs get beside twice the time of the first one
 GRACE = 6  # seconds that other ranks get after one has failed, to fail as well
 STARTS_RANKS = r"\bmp\.spawn\(|multiprocessing\.spawn\(|start_processes\(|notebook_launcher\("
 LIGHTNING = r"^\s*(import|from) (lightning|pytorch_lightning)\b"
@@ -286,10 +287,10 @@ def more_runs(trace, args, started, limit, starter):
     if not healthy or any(trace.codes.values()) or trace.world < 2:
         trace.resumed = "the first run did not end well"
         return
-    begun = time.monotonic()
+    begun, limit = time.monotonic(), min(limit, 2 * trace.seconds + MORE)
 
     def again(ranks, stop=0):
-        seconds = max(1, min(limit - (time.monotonic() - begun), max(20, 2 * trace.seconds)))
+        seconds = max(1, limit - (time.monotonic() - begun))
         options = (ranks, args.nodes if ranks > 1 else 1, seconds, started, stop, starter)
         return run(args.script, args.arguments, *options)
 

@@ -151,6 +151,7 @@ ACCUMULATE = [
     ),
 ]
 NORM = ("        model = DDP", "        model = DDP")
+TINY = ["--dataset=fake:96", "--image-size=8", "--epochs=2", "--batch-size=16", "--lr=0.01"]
 BATCH_NORM = [("nn.Linear(8, 16), ", "nn.Linear(8, 16), nn.BatchNorm1d(16), ")]
 OF_RANK_0 = (
     "        model.eval()\n",
@@ -847,11 +848,29 @@ def test_two_nodes(name, tmp_path):
     "rung", ["01_single_node_multi_gpu.py", "02_torchrun.py", "03_multinode.py", "04_lightning.py"]
 )
 def test_rungs_hold(rung, tmp_path):
-    words = ["--dataset", "fake:96", "--image-size", "8", "--epochs", "2", "--batch-size", "16"]
-    words += ["--nproc", "2"] if rung.startswith("01") else []
-    _, results = checked(ROOT / rung, *words, more=False, timeout=300)
+    by_us = rung in ("02_torchrun.py", "03_multinode.py")  # the others start their ranks themselves
+    words = [*TINY, "--checkpoint=state.pt"] if by_us else TINY
+    words = [*words, "--nproc=2"] if rung.startswith("01") else words
+    _, results = checked(ROOT / rung, *words, more=by_us, timeout=300)
     assert not broken(results), results
-    assert sum(r["verdict"] == judge.HOLDS for r in results.values()) >= 9, results
+    holds = sum(r["verdict"] == judge.HOLDS for r in results.values())
+    assert holds >= (14 if by_us else 9), results
+
+
+# A topic that is about a mistake is left out. crash: what dies is no fault of the collectives.
+@pytest.mark.parametrize("topic", ["crash", "fsdp", "graph_dataset", "preemption", "uneven_inputs"])
+def test_topics_hold(topic, tmp_path):
+    words = {"graph_dataset": ["--epochs=2"], "preemption": [*TINY, "--checkpoint=state.pt"]}
+    _, results = checked(ROOT / f"topics/{topic}.py", *words.get(topic, TINY), timeout=300)
+    assert not broken(results), results
+
+
+def test_a_rank_that_fails_is_no_missing_call(tmp_path):
+    """The others wait for it, but its own error is the cause."""
+    fails = ("    model = DDP", "    if rank == 0:\n        sys.exit('no data')\n    model = DDP")
+    _, results = checked(edited(tmp_path, ("import os", "import os\nimport sys"), fails))
+    assert not broken(results), results
+    assert results["collectives"]["evidence"].endswith("no data")
 
 
 @pytest.mark.parametrize("rung", ["00_single_gpu.py", "00b_data_parallel.py"])
@@ -869,6 +888,15 @@ def test_against_one_rank(tmp_path):
     assert broken(results) == {"gradients"}, results
     assert results["gradients"]["evidence"].startswith("0.5 times the gradient of one rank")
     assert not broken(checked(edited(tmp_path, *edits))[1])
+
+
+def test_further_runs_end_in_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "MORE", 2)
+    load = '        state = torch.load("state.pt")\n'
+    slow = (load, load + "        __import__('time').sleep(99)\n")
+    trace, results = checked(edited(tmp_path, slow))
+    assert trace.seconds < 40 and not broken(results)
+    assert results["resume"]["evidence"].startswith("a stop and a resume take more than twice")
 
 
 def test_three_ranks(tmp_path):

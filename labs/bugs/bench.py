@@ -443,6 +443,8 @@ def fork_watched(script, words, env, out, err) -> int:
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)  # as Python does
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:

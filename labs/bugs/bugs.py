@@ -1,7 +1,7 @@
 """The rows of the bench: a correct script (the twin), a patch that breaks it, and what to expect.
 
     python labs/bugs/bugs.py NAME         print the faulty script
-    python labs/bugs/bugs.py --write      write the tables of README.md again
+    python labs/bugs/bugs.py --write      write the tables of the READMEs here and in labs/ again
 
 A patch is kept as pairs (old text, new text) and made on the fly, so that a faulty script can never
 lag behind its twin: it fails where the old text is not there exactly once.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-README = Path(__file__).with_name("README.md")
+READMES = [Path(__file__).with_name("README.md"), ROOT / "labs" / "README.md"]
 RESULTS = ROOT / "results" / "bugs.csv"
 
 
@@ -1425,7 +1425,7 @@ def faulty(row: Row) -> str:
     return text
 
 
-# ---- the table of the README ---------------------------------------------------------------------
+# ---- the tables of the READMEs -------------------------------------------------------------------
 
 
 def table() -> str:
@@ -1473,9 +1473,9 @@ def summary() -> str:
     return text
 
 
-def readme() -> str:
-    """Return README.md with its tables made again."""
-    text = README.read_text()
+def readme(path: Path) -> str:
+    """Return a README with its tables made again."""
+    text = path.read_text()
     for name, part in (("rows", table), ("verdicts", summary)):
         start, end = f"<!-- {name}, made by bugs.py --write -->\n", "<!-- end -->"
         before, found, rest = text.partition(start)
@@ -1485,7 +1485,8 @@ def readme() -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
-        README.write_text(readme())
+        for path_ in READMES:
+            path_.write_text(readme(path_))
     elif names := [row for row in ROWS if row.name in sys.argv[1:]]:
         print("\n".join(map(faulty, names)), end="")
     else:

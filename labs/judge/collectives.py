@@ -143,14 +143,19 @@ def abort(trace, words):
         if trace.codes.get(number):
             lines = re.findall(r'File "([^"]+)", line (\d+)', text)
             place = learner_line([(f, n, "") for f, n in reversed(lines)]) or place
-    own = [t for t in trace.errors.values() if re.search(r"^\w*(Error|Exception)\b", t, re.M)]
-    own = [t for t in own if not re.search(ABORT, t)]
-    if own:
-        return NOT_SEEN, "the script failed by itself: " + last_line(trace), place
+    own = [t for n, t in trace.errors.items() if trace.codes.get(n, 0) > 0]
+    own = [t.strip() for t in own if not re.search(ABORT, t)]
+    if own:  # a rank's own error, after which the others lost it
+        said = own[0].rpartition("\n")[2][:160] or last_line(trace)
+        return NOT_SEEN, f"the script failed by itself: {said}", place
     kind, line = classify(trace)
     gone = [n for n, code in trace.codes.items() if code == 0]
     if not kind and gone:
         kind = "missing call"
+    killed = [(n, -code) for n, code in trace.codes.items() if code in (-9, -11, -15)]
+    if killed and not kind:
+        number, signal = killed[0]
+        return NOT_SEEN, f"rank {number} ended by signal {signal}, and the others lost it", None
     last = [r.last("collective") for r in trace.ranks]
     calls = [f"{e['op']} at {short(e['where'])}" if e else "none" for e in last]
     text = "; ".join(f"rank {number}'s last call is {call}" for number, call in enumerate(calls))
@@ -159,6 +164,9 @@ def abort(trace, words):
 
 def hang(trace):
     """Name a hang from what each rank waits in."""
+    if any(trace.codes.values()) and not re.search(ABORT, trace.error):
+        text = "a rank failed by itself, and the others wait for it: "
+        return NOT_SEEN, text + last_line(trace), None
     waiting = {n: a and waits(a) for n, a in trace.hang.items()}
     parts = []
     for number, answer in sorted(trace.hang.items()):

@@ -79,6 +79,8 @@ def resume(trace):
         return NOT_SEEN, runs, None
     whole, killed, again, saved = (runs[k] for k in ("whole", "killed", "again", "saved"))
     place = saved["where"]
+    if killed.timed_out or again.timed_out:
+        return NOT_SEEN, "a stop and a resume take more than twice the time of the first run", place
     first, steps = whole.ranks[0].steps, again.ranks[0].steps if again.ranks else []
     if not steps and again.ranks and not any(again.codes.values()):
         text = f"skips all {len(first) - saved['steps']} steps that were left, and ends with 0"

@@ -604,7 +604,9 @@ NOISE = re.compile(
 @quiet
 def written(path, mode):
     path = os.path.realpath(path)
-    if not path.startswith(FOLDER) and not NOISE.search(path) and (place := where()):
+    if path.startswith(FOLDER) or NOISE.search(path) or os.path.isdir(path):  # O_TMPFILE opens one
+        return
+    if place := where():
         log("write", path=path, mode=mode, existed=os.path.exists(path), where=place)
         busy.now = True
 
