@@ -2,7 +2,7 @@
 # make check    after a change of a rung: the contract, the budgets, the documents
 #               (tests/test_contract.py, test_budgets.py and test_docs.py, without what is slow in them)
 # make test     the same installation, then the whole test suite
-# make figures  draw the figures of the README again, from results/
+# make figures  draw the figures of the READMEs again, from results/
 # make readme   write the diffs and tables of the README again, from the files and from results/
 
 PYTHON ?= python3
@@ -26,6 +26,7 @@ test: $(INSTALLED)
 
 figures: $(INSTALLED)
 	$(BIN)/python notebooks/figures.py
+	$(BIN)/python labs/bugs/figure.py
 
 readme: $(INSTALLED)
 	$(BIN)/python tests/readme.py --write

@@ -1,4 +1,4 @@
-"""The tables behind the notebooks, and the three figures of the READMEs, from results/.
+"""The tables behind the notebooks, and the two figures of the READMEs, from results/.
 
     python notebooks/figures.py              writes the READMEs' figures to results/figures/
     python notebooks/figures.py --help       what else
@@ -275,27 +275,6 @@ def overlap(rows, most=4):
     return figure
 
 
-def bugs(rows):
-    """Draw how many of the faulty scripts each tool names, notices, or passes."""
-    rows = rows[rows.check != ""]
-    tools = "user", "time-out", "info", "detail", "flight", "torchrun", "checker"
-    kinds = {"names it": "right|names|traceback", "notices": "hang|crash$|ends|exit|wrong|says"}
-    kinds |= {"crashes itself": "crashes", "passes it": ""}
-    figure, ax = plt.subplots(figsize=(8, 2.4))
-    for place, tool in enumerate(tools):
-        said = rows.loc[rows[tool] != ""].groupby("row")[tool].last()
-        left = 0
-        for index, (kind, words) in enumerate(kinds.items()):
-            chosen = said.str.match(words) if words else said == said
-            ax.barh(place, chosen.sum(), 0.7, left, label=None if place else kind, **area(index))
-            left, said = left + chosen.sum(), said[~chosen]
-    ax.set_yticks(range(len(tools)), tools)
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
-    finish(ax, xlabel=f"of {rows.row.nunique()} faulty scripts")
-    return figure
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the data are")
@@ -306,10 +285,6 @@ def main():
     scaling = speeds(best(read(args.results / "scaling.csv")))
     drawn = {"scaling.svg": speedup(main_model(ddp(scaling)))}
     drawn["overlap.svg"] = overlap(read(args.results / "overlap.jsonl"), most=3)
-    if (args.results / "bugs.csv").is_file():
-        drawn["bugs.svg"] = bugs(
-            pd.read_csv(args.results / "bugs.csv", dtype=str, keep_default_na=False)
-        )
     for name, figure in drawn.items():
         if figure:
             figure.draw_without_rendering()  # places the axes, with a last digit that varies

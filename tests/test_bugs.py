@@ -10,10 +10,11 @@ import socket
 import time
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
-from labs.bugs import bench, bugs
+from labs.bugs import bench, bugs, figure
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # forked processes cannot use CUDA
 torch.set_num_threads(1)
@@ -172,6 +173,28 @@ def test_verdicts():
     assert bench.of_new_lines({"Parameters which did not receive grad: a.b"}) == "names it"
     assert bench.of_new_lines({"a line"}) == "says something"
     assert bench.of_new_lines(set()) == "nothing"
+
+
+def test_what_the_figure_counts():
+    """The latest verdict of each faulty script counts; what a tool was not asked is left out."""
+    cells = ["row", "check", *figure.TOOLS]
+    rows = [
+        ["a", "loss", "hang", "-", "nothing", "crashes itself", "names it", "exit code", "missed"]
+    ]
+    rows += [["a", "loss", "", "", "", "", "", "", "right, and port"]]
+    rows += [
+        ["b", "loss", "crash", "ends it", "names it", "says something", "", "traceback", "wrong: x"]
+    ]
+    rows += [["c", "", *["right"] * 7]]
+    found = figure.counts(pd.DataFrame(rows, columns=cells))
+    assert list(found) == ["names it", "notices", "crashes itself", "passes it"]
+    assert found.loc["user"].tolist() == [0, 2, 0, 0]
+    assert found.loc["time-out"].tolist() == [0, 1, 0, 1]
+    assert found.loc["info"].tolist() == [1, 0, 0, 1]
+    assert found.loc["detail"].tolist() == [0, 1, 1, 0]
+    assert found.loc["flight"].tolist() == [1, 0, 0, 0]
+    assert found.loc["torchrun"].tolist() == [1, 1, 0, 0]
+    assert found.loc["checker"].tolist() == [1, 1, 0, 0]
 
 
 def test_bench_records(tmp_path, monkeypatch, capsys):

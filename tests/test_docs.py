@@ -251,7 +251,7 @@ def test_every_folder_and_every_topic_is_linked():
         assert len(re.findall(rf"^\|.*\| \[`{path.name}`\]", index, re.MULTILINE)) == 1, path.name
 
 
-LENGTHS = {"common.py": 200, "04_lightning.py": 105, "topics/standalone.py": 111}
+LENGTHS = {"common.py": 200, "04_lightning.py": 105, "topics/standalone.py": 110}
 LENGTHS |= {"README.md": 300, "topics/README.md": 200, "tests/readme.py": 160}
 
 

@@ -107,8 +107,11 @@ def words(path):
     return sorted(re.findall(r"<!-- (.*?) -->", path.read_text()))
 
 
+FIGURES = ("notebooks/figures.py", "labs/bugs/figure.py")
+
+
 def test_the_figures_of_the_readme_are_fresh(tmp_path):
-    said = python("notebooks/figures.py", "--out", tmp_path)
+    said = "".join(python(script, "--out", tmp_path) for script in FIGURES)
     kept = sorted((ROOT / "results" / "figures").glob("*.svg"))
     drawn = sorted(tmp_path.glob("*.svg"))
     assert kept and [path.name for path in kept] == [path.name for path in drawn]
@@ -122,8 +125,8 @@ def test_the_figures_of_the_readme_are_fresh(tmp_path):
 
 
 def test_the_figures_are_the_same_bytes_again(tmp_path):
-    for folder in ("a", "b"):
-        python("notebooks/figures.py", "--out", tmp_path / folder)
+    for folder, script in itertools.product(("a", "b"), FIGURES):
+        python(script, "--out", tmp_path / folder)
     for path in (tmp_path / "a").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
 

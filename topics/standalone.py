@@ -49,10 +49,9 @@ def main(args):
     batch, rest = divmod(args.batch_size, world_size)
     if rest:
         raise SystemExit(f"--batch-size {args.batch_size} does not split into {world_size} shares")
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(timeout=timedelta(minutes=5))  # nccl on GPUs, gloo on the CPU
     torch.manual_seed(args.seed)
     train_set, test_set = load_datasets()
