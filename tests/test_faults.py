@@ -204,10 +204,13 @@ def wait_for(pid: int, seconds: float) -> int | None:
         time.sleep(0.02)
 
 
-def test_20_kills_at_random_moments(tmp_path):
+KILLS = int(os.environ.get("KILLS", 8))  # KILLS=20 by hand, after a change of what is saved
+
+
+def test_kills_at_random_moments(tmp_path):
     whole = fork("02_torchrun.py", 2, *SMALL)
     dice, killed = random.Random(), 0
-    for number in range(20):
+    for number in range(KILLS):
         folder = tmp_path / str(number)
         folder.mkdir()
         when = dice.randrange(2), dice.randrange(11), round(dice.uniform(0, 0.1), 3)
@@ -219,7 +222,7 @@ def test_20_kills_at_random_moments(tmp_path):
         assert epochs == sorted(set(epochs)) and len(epochs) >= 11, f"{when}\n{said}"
         assert_weights(load(folder / "checkpoint.pt")["weights"], whole.state["weights"], 0)
         killed += (folder / "killed").exists()
-    assert killed >= 15, "most runs ended before the kill"
+    assert killed * 2 > KILLS, "most runs ended before the kill"
 
 
 def test_an_elastic_job_resumes_with_fewer_ranks(start, tmp_path):

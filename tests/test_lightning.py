@@ -208,6 +208,8 @@ def test_a_signal_leaves_no_process(strategy, number):
     command += ["--epochs=10000"]
     environ = without_launcher(os.environ) | {"OMP_NUM_THREADS": "1"}
     options = {"cwd": ROOT, "env": environ, "start_new_session": True}
+    # `make test &` of a script ignores Ctrl-C, and so would its children.
+    options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, text=True, **options, **pipes)
     try:
