@@ -894,8 +894,9 @@ def test_start_of_a_module(script, tmp_path):
     """The old launcher adds an argument --local-rank=N, which 02 takes and does not need."""
     (tmp_path / "sitecustomize.py").write_text(COUNT)
     module = "torch.distributed.launch" if script.startswith("02") else "torch.distributed.run"
-    command = [sys.executable, "-m", module, f"--nproc-per-node={WORLD_SIZE}", script]
-    result = launch(*command, "--epochs=2", env={"PYTHONPATH": str(tmp_path)})
+    command = [sys.executable, "-m", module, f"--nproc-per-node={WORLD_SIZE}"]
+    command += [f"--master-port={checks.free_port()}", script, "--epochs=2"]
+    result = launch(*command, env={"PYTHONPATH": str(tmp_path)})
     if "/" not in script:
         check(result)
     assert result.returncode == 0, result.stderr
