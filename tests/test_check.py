@@ -5,9 +5,9 @@ The ranks are forked from this process, which has imported torch: that takes 2 s
 """
 
 import json
+import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -904,7 +904,7 @@ def test_three_ranks(tmp_path):
     assert not broken(results), results
 
 
-def test_command_line(tmp_path):
+def test_command_line(tmp_path, tmp_path_factory):
     """The real thing: a process that is left behind, results in JSON, nothing left by us."""
     edits = [
         (
@@ -913,9 +913,10 @@ def test_command_line(tmp_path):
         )
     ]
     path = edited(tmp_path, *edits, (SAVE, ""))
-    before = set(Path(tempfile.gettempdir()).glob("check-*"))
     command = [sys.executable, str(ROOT / "labs/check.py"), str(path), "--json", "run.log"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    temporary = tmp_path_factory.mktemp("temporary")  # other tests run the checker as well
+    env = os.environ | {"TMPDIR": str(temporary)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 1, done
     lines = done.stdout.splitlines()
     assert len(lines) == len(judge.CHECKS) and not done.stderr
@@ -923,7 +924,7 @@ def test_command_line(tmp_path):
     assert found["version"] == 1 and found["exit_codes"] == [0, 0]
     assert [c["check"] for c in found["checks"] if c["verdict"] == "broken"] == ["teardown"]
     assert "sleep 99" in next(line for line in lines if line.startswith("broken"))
-    assert set(Path(tempfile.gettempdir()).glob("check-*")) <= before
+    assert not list(temporary.iterdir())
 
 
 @pytest.mark.parametrize(
