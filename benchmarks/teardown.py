@@ -55,20 +55,22 @@ def rank_main(rank: int, ranks: int, port: str, late: bool, log: Path) -> None:
     sys.argv = [RUNG.name, "--epochs=1", "--dataset=fake:192", "--image-size=16", "--lr=0.01"]
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    source = RUNG.read_text().replace(LAST, f"        run_gloo_last()\n{LAST}")
+    source = RUNG.read_text()
+    assert source.count(LAST) == source.count(INIT) == 1, f"{RUNG.name} has changed"
+    source = source.replace(LAST, f"        run_gloo_last()\n{LAST}")
     source = source.replace(INIT, INIT + LATE) if late else source
-    names = {"__name__": "__main__", "importlib": importlib, "run_gloo_last": run_gloo_last}
-    exec(compile(source, str(RUNG), "exec"), names)
+    main = {"__name__": "__main__", "importlib": importlib, "run_gloo_last": run_gloo_last}
+    exec(compile(source, str(RUNG), "exec"), main)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--csv", type=Path, default=ROOT / "results" / "teardown.csv")
     args = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Gloo's question
-    log = Path(tempfile.mkstemp()[1])
+    log, failed = Path(tempfile.mkstemp()[1]), 0
     for late in (False, True):
         codes: collections.Counter = collections.Counter()
         runs = max(args.runs // 5, 1) if late else args.runs
@@ -85,10 +87,12 @@ def main() -> None:
         row["failed_otherwise"] = row["ranks"] - codes[0] - codes[-6]
         scaling.append(args.csv, row | machine.describe())
         print(row)
-    if row["failed_otherwise"]:
+        failed += row["failed_otherwise"] + (0 if late else row["aborted"])  # late ones may abort
+    if failed:
         print(log.read_text()[-2000:])
     log.unlink()
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -97,7 +97,7 @@ def environment(folder, rank, world, nodes, port, started):
 
 
 def start(script, words, env, out, err):
-    """Start a process; return its id. (The tests replace this by a fork, which is faster.)"""
+    """Start a process; return its id. (The bench replaces this by a fork, which is faster.)"""
     command = [sys.executable, str(script), *words]
     with open(out, "wb") as o, open(err, "wb") as e:
         process = subprocess.Popen(

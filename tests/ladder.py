@@ -32,10 +32,8 @@ RUNGS = sorted(path.name for path in ROOT.glob("[0-9]*.py"))
 PARALLEL = [name for name in RUNGS if not name.startswith("00")]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 TIMEOUT = 300  # seconds; only a hang takes so long
-CUT = (
-    slice(480),
-    slice(125),
-)  # digits to train and to test on, where a test does not ask for the whole set
+# The digits to train and to test on, where a test does not ask for the whole set.
+CUT = slice(480), slice(125)
 
 torch.set_num_threads(1)  # the forked processes inherit it
 # Forked processes cannot use CUDA. On GPUs the numbers are compared by test_tour.py.

@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "labs"))
 import check  # noqa: E402
 import judge  # noqa: E402
 
+import ladder  # noqa: E402,F401  imports what the forked ranks need
 from labs.bugs.bench import fork_watched  # noqa: E402
 
 

@@ -65,7 +65,6 @@ import check as checker  # noqa: E402
 import checks  # noqa: E402
 from labs.bugs import bugs  # noqa: E402
 
-TOOLS = ("user", "time-out", "info", "detail", "flight", "torchrun", "checker")
 NAMES = re.compile(
     "mismatch|did not receive grad|not join|Detected|missing rank|failed to pass", re.IGNORECASE
 )
@@ -509,7 +508,7 @@ class Bench:
 
     def row(self, row: bugs.Row) -> dict[str, str]:
         """Return the verdict of each tool, "" for those that were not asked for."""
-        verdicts, tools = dict.fromkeys(TOOLS, ""), self.args.tools
+        verdicts, tools = dict.fromkeys(bugs.TOOLS, ""), self.args.tools
         user = ""
         if set(tools) & {"user", "time-out", "torchrun"}:
             user = of_user(self.run(row, "user", False)[0], self.of_twin(row, "user")[0])
@@ -543,7 +542,7 @@ def main() -> int:
     add = parser.add_argument
     add("rows", nargs="*", metavar="ROW")
     add("--list", action="store_true", help="print the rows, run nothing")
-    add("--tools", default=",".join(TOOLS), help="some of " + ",".join(TOOLS))
+    add("--tools", default=",".join(bugs.TOOLS), help="some of " + ",".join(bugs.TOOLS))
     add("--random", type=int, metavar="N", help="N rows, chosen by --seed")
     add("--seed", type=int, default=0)
     add("--timeout", type=float, default=20, help="seconds after which a script hangs")
@@ -552,8 +551,8 @@ def main() -> int:
     add("--csv", type=Path, default=ROOT / "results" / "bugs.csv")
     args = parser.parse_args()
     args.tools = args.tools.split(",")
-    if unknown := set(args.tools) - set(TOOLS):
-        sys.exit(f"bench.py: no tool {', '.join(unknown)}: use {', '.join(TOOLS)}")
+    if unknown := set(args.tools) - set(bugs.TOOLS):
+        sys.exit(f"bench.py: no tool {', '.join(unknown)}: use {', '.join(bugs.TOOLS)}")
     rows = {row.name: row for row in bugs.ROWS}
     if unknown := set(args.rows) - set(rows):
         sys.exit(f"bench.py: no row {', '.join(sorted(unknown))}: see --list")

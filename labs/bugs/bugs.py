@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 READMES = [Path(__file__).with_name("README.md"), ROOT / "labs" / "README.md"]
 RESULTS = ROOT / "results" / "bugs.csv"
+TOOLS = ("user", "time-out", "info", "detail", "flight", "torchrun", "checker")
 
 
 @dataclass(frozen=True)
@@ -1450,15 +1451,18 @@ def table() -> str:
     return text
 
 
+def verdicts(lines: list[dict[str, str]]) -> dict[tuple[str, str], str]:
+    """Return the latest verdict of each tool on each row, (tool, row), from lines of RESULTS."""
+    return {(tool, line["row"]): line[tool] for line in lines for tool in TOOLS if line[tool]}
+
+
 def summary() -> str:
     """Return how often each tool said what, in Markdown: of each row the latest in RESULTS."""
-    tools = ("user", "time-out", "info", "detail", "flight", "torchrun", "checker")
-    latest, place = {}, ""
     with RESULTS.open() as file:
-        for line in csv.DictReader(file):
-            latest |= {(tool, line["row"]): line[tool] for tool in tools if line[tool]}
-            hardware = f"{line['cores']} cores of an {line['cpu']} machine, no GPU"
-            place = f"{line['date']}, {hardware}, Python {line['python']}, torch {line['torch']}"
+        lines = list(csv.DictReader(file))
+    latest, line = verdicts(lines), lines[-1]
+    hardware = f"{line['cores']} cores of an {line['cpu']} machine, no GPU"
+    place = f"{line['date']}, {hardware}, Python {line['python']}, torch {line['torch']}"
 
     def counts(tool: str, rows: list[Row]) -> str:
         said = [latest[tool, row.name] for row in rows if latest.get((tool, row.name), "-") != "-"]
@@ -1467,7 +1471,7 @@ def summary() -> str:
 
     text = f"{place}. {len(FAULTY)} faulty scripts and {len(CORRECT)} correct ones:\n\n"
     text += "| tool | of the faulty ones | of the correct ones |\n|---|---|---|\n"
-    for tool in tools:
+    for tool in TOOLS:
         if any(name == tool for name, _ in latest):
             text += f"| {tool} | {counts(tool, FAULTY)} | {counts(tool, CORRECT)} |\n"
     return text

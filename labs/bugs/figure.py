@@ -4,6 +4,8 @@ python labs/bugs/figure.py               writes results/figures/bugs.svg
 """
 
 import argparse
+import csv
+import re
 import sys
 from pathlib import Path
 
@@ -11,24 +13,24 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT / "notebooks"))
+sys.path[:0] = [str(ROOT), str(ROOT / "notebooks")]
 import figures  # noqa: E402  the style of all figures
 
-TOOLS = ("user", "time-out", "info", "detail", "flight", "torchrun", "checker")
+from labs.bugs import bugs  # noqa: E402
+
 # What bench.py calls a verdict, by its first words; the first kind that fits counts.
 KINDS = {"names it": "right|names|traceback", "notices": "hang|crash$|ends|exit|wrong|says"}
 KINDS |= {"crashes itself": "crashes", "passes it": ""}
 
 
-def counts(rows: pd.DataFrame) -> pd.DataFrame:
+def counts(lines: list[dict[str, str]]) -> pd.DataFrame:
     """Return for each tool how many faulty scripts it names, notices ...: the latest verdicts."""
-    rows, found = rows[rows.check != ""], {}
-    for tool in TOOLS:
-        said, found[tool] = rows.loc[rows[tool] != ""].groupby("row")[tool].last(), {}
-        for kind, words in KINDS.items():
-            chosen = said.str.match(words)
-            found[tool][kind], said = int(chosen.sum()), said[~chosen]
-    return pd.DataFrame(found).T
+    found = pd.DataFrame(0, index=bugs.TOOLS, columns=list(KINDS))
+    faulty = [line for line in lines if line["check"]]
+    for (tool, _), verdict in bugs.verdicts(faulty).items():
+        kind = next(kind for kind, words in KINDS.items() if re.match(words, verdict))
+        found.loc[tool, kind] += 1
+    return found
 
 
 def draw(found: pd.DataFrame) -> plt.Figure:
@@ -45,13 +47,14 @@ def draw(found: pd.DataFrame) -> plt.Figure:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--csv", type=Path, default=figures.RESULTS / "bugs.csv")
+    parser.add_argument("--csv", type=Path, default=bugs.RESULTS)
     parser.add_argument("--out", type=Path, default=figures.RESULTS / "figures")
     args = parser.parse_args()
     plt.switch_backend("svg")
     args.out.mkdir(parents=True, exist_ok=True)
-    rows = pd.read_csv(args.csv, dtype=str, keep_default_na=False)
-    draw(counts(rows)).savefig(args.out / "bugs.svg", metadata={"Date": None})
+    with args.csv.open() as file:
+        figure = draw(counts(list(csv.DictReader(file))))
+    figure.savefig(args.out / "bugs.svg", metadata={"Date": None})
     print("wrote bugs.svg")
 
 

@@ -195,11 +195,10 @@ def replicas(trace):
             return BROKEN, "weights differ between ranks from the start", place
         if averages_weights(trace):
             return NOT_SEEN, "unequal, then equal again: weights are averaged by design", place
-        for name, check in (("wrapper", wrapper), ("gradients", gradients)):
+        causes = {"wrapper": wrapper, "gradients": gradients, "precision": precision}
+        for name, check in causes.items():
             if check(trace)[0] == BROKEN:
                 return NOT_SEEN, f"weights differ {when}: follows from {name}", place
-        if precision(trace)[0] == BROKEN:
-            return NOT_SEEN, f"weights differ {when}: follows from precision", place
         if learning_rates_differ(trace, number):
             return BROKEN, f"weights differ {when}: the ranks' learning rates differ", place
         return BROKEN, f"weights differ {when}, though gradients do not", place

@@ -236,18 +236,19 @@ def after_step(optimizer, args, kwargs):
     inside["step"] = 0
     parameters = parameters_of(optimizer)
     event = {"optimizer": number(optimizer, "optimizer"), "weights": places.pop("weights", None)}
-    event |= {"lr": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]}
-    event["base"] = [
-        float(g.get("initial_lr", g["lr"])) for g in optimizer.param_groups if "lr" in g
-    ]
-    event["random"] = places.get("random") != crc([torch.get_rng_state()])  # since its forward pass
-    event["rounded"] = "autocast" in since or any(p.element_size() < 4 for p in parameters)
-    event["norms"] = any(n.endswith("running_mean") for m in roots for n, _ in m.named_buffers())
+    groups = [group for group in optimizer.param_groups if "lr" in group]
+    event["lr"] = [float(group["lr"]) for group in groups]
+    event["base"] = [float(group.get("initial_lr", group["lr"])) for group in groups]
     event |= {"since": dict(since), "where": where()}
     event |= {"places": {k: v for k, v in places.items() if k in since}}
     event["sharded"] = any(hasattr(p, "_local_tensor") for p in parameters)
     if steps["all"] < SKETCHED or steps["all"] % 10 == 0:
         got = [p.grad for p in parameters]
+        now = crc([torch.get_rng_state()])
+        event["random"] = places.get("random") != now  # since the forward pass
+        event["rounded"] = "autocast" in since or any(p.element_size() < 4 for p in parameters)
+        buffers = [name for module in roots for name, _ in module.named_buffers()]
+        event["norms"] = any(name.endswith("running_mean") for name in buffers)
         event["own"] = [local.get(id(p)) for p in parameters]
         event["applied"] = [None if g is None else sketch(g) for g in got]
         event["norm"] = sum(float(plain(g).double().norm()) ** 2 for g in got if g is not None)
