@@ -67,7 +67,8 @@ def write_flight(rank, folder):
         flight["pg_config"]["0"] = group | {"name": "0"}
     for entry in flight["entries"][-1:]:
         line = next(f["line"] for f in entry["frames"] if f["filename"].endswith("debugging.py"))
-        print(f"rank {rank} | flight recorder: the last is {entry['profiling_name']}, line {line}")
+        text = f"rank {rank} | flight recorder: the last is {entry['profiling_name']}, line {line}"
+        print(f"{text}\n", end="", flush=True)
     file = folder / f"rank_{rank}"
     with checks.writing(file, "--flight"):
         folder.mkdir(parents=True, exist_ok=True)
