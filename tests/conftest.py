@@ -1,12 +1,14 @@
 """For all tests: python, torchrun and the rest are those of the environment that runs pytest."""
 
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
+WARM = Path(__file__).parent / "warm"
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 
@@ -21,6 +23,29 @@ def pytest_configure(config):
         folder = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)
         config.add_cleanup(folder.cleanup)
         os.environ["TMPDIR"] = tempfile.tempdir = folder.name
+        if sys.platform == "linux" and os.environ.get("COLD") != "1":
+            numbers = os.stat("/proc/self/ns/pid").st_ino
+            start_warm_parent(config, f"{folder.name}/warm.{numbers}")
+
+
+def start_warm_parent(config, address):
+    """From here on, most starts of Python below the tests are forks: see warm/parent.py."""
+    config.addinivalue_line("markers", "cold: its starts of Python are new interpreters")
+    command = [sys.executable, WARM / "parent.py", address]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
+    config.add_cleanup(lambda: parent.communicate(timeout=60))  # it ends when its stdin is closed
+    if parent.stdout.readline() == b"ready\n":
+        os.environ["WARM"] = address
+
+
+@pytest.fixture(autouse=True)
+def starts(request, monkeypatch):
+    """Start Python warm, unless the test is marked `cold`, or says itself what is on PYTHONPATH."""
+    if request.node.get_closest_marker("cold"):
+        monkeypatch.delenv("WARM", raising=False)
+    elif "WARM" in os.environ:
+        monkeypatch.setenv("PYTHONPATH", str(WARM))
 
 
 def pytest_collection_modifyitems(config, items):
