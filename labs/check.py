@@ -1,4 +1,4 @@
-"""Run anybody's training script on a few CPU processes, watch it, and say what is wrong with it.
+"""Run anybody's training script in a few processes, watch it, and say what is wrong with it.
 
 Example:     python labs/check.py my_script.py --nproc 2 -- --epochs 2
 Two nodes:   python labs/check.py my_script.py --nproc 4 --nodes 2
@@ -41,6 +41,7 @@ def parse_args(words=None):
     parser.add_argument("script", nargs="?", help="the training script")
     parser.add_argument("--nproc", type=int, default=2, help="ranks to start; default 2")
     parser.add_argument("--nodes", type=int, default=1, help="nodes to pretend; default 1")
+    parser.add_argument("--gpus", action="store_true", help="let it use GPUs; default: the CPU")
     parser.add_argument("--timeout", type=float, default=600, help="seconds in all; default 600")
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE as well")
     parser.add_argument("--explain", metavar="CHECK", choices=[c.name for c in judge.CHECKS])
@@ -83,7 +84,7 @@ def environment(folder, rank, world, nodes, port, started):
     env = {k: v for k, v in os.environ.items() if not k.startswith(known)}
     paths = [str(OBSERVER), os.environ.get("PYTHONPATH")]
     env |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "CHECK_DIR": str(folder)}
-    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCH_FR_BUFFER_SIZE": "200"}
+    env |= {"OMP_NUM_THREADS": "1", "TORCH_FR_BUFFER_SIZE": "200"}
     if started:
         local = max(1, world // nodes)
         names = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % local}
@@ -338,6 +339,8 @@ def main():
         chosen = next(c for c in judge.CHECKS if c.name == args.explain)
         print(textwrap.fill(f"{chosen.name}: {chosen.text}", 88), f"Read: {chosen.read}", sep="\n")
         return 0
+    if not args.gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     adopt_orphans()
     for number in (signal.SIGINT, signal.SIGTERM):  # run() ends what it has started
         signal.signal(number, lambda number, frame: sys.exit(128 + number))

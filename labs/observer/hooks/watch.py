@@ -523,7 +523,7 @@ def called(name, args, kwargs):
     event = {"op": name, "where": where(), "group": group is not None}
     if tensor is not None:
         event |= {"count": tensor.numel(), "type": str(tensor.dtype)}
-        if tensor.numel() == 1 and tensor.device.type == "cpu":
+        if tensor.numel() == 1 and tensor.device.type != "meta":
             event["value"] = float(tensor.detach().real)
     if name in ("all_reduce", "reduce"):
         ops = [a for a in (*args, *kwargs.values()) if isinstance(a, type(dist.ReduceOp.SUM))]
