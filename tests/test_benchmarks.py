@@ -16,6 +16,7 @@ import pytest
 import tables
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import common
 import pairs
@@ -427,36 +428,109 @@ def test_the_slowest_rank_counts(monkeypatch):
     assert seconds_of(torch.zeros(1), 6, torch.device("cpu")) == 2 and len(summed) == 6
 
 
-def test_data_loading(monkeypatch, capfd):
+def test_data_loading(monkeypatch, tmp_path):
     """The real thing, tiny: rung 00 and the step on a batch that never moves."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import data_loading
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     tiny = ["--images=32", "--batch-size=16", "--image-size=16", "--windows=2"]
-    monkeypatch.setattr(sys, "argv", ["data_loading.py", *tiny])
+    monkeypatch.setattr(sys, "argv", ["data_loading.py", *tiny, f"--out={tmp_path}/new.jsonl"])
     data_loading.main()
-    row = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert len(row["rung"]) == len(row["resident"]) == 2
+    (row,) = machine.rows(tmp_path / "new.jsonl")
+    assert len(row["rung"]) == len(row["resident"]) == 2 and row["script"] == "00_single_gpu.py"
     assert min(row["rung"] + row["resident"]) > 0 and row["seal"] == machine.seal(row)
 
 
-def test_what_data_loading_counts(monkeypatch, capsys):
+def test_what_data_loading_counts(monkeypatch, tmp_path):
     """Made-up speeds: the median of the rung over the median of what is resident."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import data_loading
 
-    monkeypatch.setattr(sys, "argv", ["data_loading.py"])
     # Windows of 100 s, which warm up, of 4 s and of 16 s, each of two steps of 16 images.
     seconds = iter([100, 4, 16])
+    args = SimpleNamespace(script="00_single_gpu.py", model="small", image_size=16, batch_size=16)
+    args = SimpleNamespace(**vars(args), images=32, windows=2, channels=3, extra=[])
     with monkeypatch.context() as patch:
         patch.setattr(common, "seconds_since", lambda *_: next(seconds))
-        args = SimpleNamespace(model="small", image_size=16, batch_size=16, images=32, windows=2)
         assert data_loading.resident_speed(args) == [8, 2]
     monkeypatch.setattr(data_loading, "rung_speed", lambda args: [10, 90, 20])
     monkeypatch.setattr(data_loading, "resident_speed", lambda args: [200, 50, 80])
+    monkeypatch.setattr(sys, "argv", ["data_loading.py", f"--out={tmp_path}/new.jsonl"])
     data_loading.main()
-    assert json.loads(capsys.readouterr().out)["ratio"] == 0.25  # 20 / 80
+    assert machine.rows(tmp_path / "new.jsonl")[0]["ratio"] == 0.25  # 20 / 80
+
+
+def test_the_bare_step_of_fast(monkeypatch):
+    """Floats as the model makes them of bytes: the same loss; compiled unless that is taken away."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import data_loading
+
+    args = SimpleNamespace(model="small", image_size=16, batch_size=4, channels=3, images=8)
+    args = SimpleNamespace(**vars(args), script="topics/fast.py", windows=1)
+    cpu, losses = torch.device("cpu"), []
+    monkeypatch.setattr(
+        data_loading.F, "cross_entropy", lambda *_: losses.append(F.cross_entropy(*_)) or losses[-1]
+    )
+    for floats in (True, False):
+        torch.manual_seed(0)
+        step = data_loading.make_step(args, cpu, fast=True, compiled=False, floats=floats)
+        step(*data_loading.resident_batch(args, cpu, floats))
+    assert losses[0].item() == pytest.approx(losses[1].item(), abs=1e-6)
+    asked = []
+    monkeypatch.setattr(
+        data_loading, "make_step", lambda *some, floats: asked.append((*some[2:], floats))
+    )
+    monkeypatch.setattr(data_loading, "speed", lambda *_: 1)
+    for extra in ([], ["--without=ddp"], ["--without=compile,ddp"]):
+        data_loading.resident_speed(SimpleNamespace(**vars(args), extra=extra))
+    assert asked == [(True, True, True), (True, True, True), (True, False, True)]
+
+
+def test_what_feeds_measures(monkeypatch, tmp_path):
+    """Made-up speeds of the bare step and of each way; a way with other batches is noticed."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import data_loading
+
+    names = [tuple(way.values()) for way in data_loading.ways([0, 2], True)]
+    assert len(set(names)) == len(names) == 11 and ("batches", 2, "no", "memory") in names
+    one = [{"feed": "samples", "num_workers": 0, "pinned": "yes", "store": "memory"}]
+    one += [{"feed": "prefetched", "num_workers": 0, "pinned": "yes", "store": "file"}]
+    monkeypatch.setattr(data_loading, "ways", lambda workers, on_gpu: one)
+    tiny = ["--feeds", "--images=40", "--batch-size=16", "--image-size=8", "--windows=2"]
+    monkeypatch.setattr(sys, "argv", ["data_loading.py", *tiny, f"--csv={tmp_path}/new.csv"])
+    real, speeds = data_loading.speed, iter([0, 0, 7, 0, 8, 100, 50, 25, 300, 60, 5])
+
+    def speed(step, batches, device):
+        real(step, batches, device)
+        return next(speeds)
+
+    monkeypatch.setattr(data_loading, "speed", speed)
+    data_loading.main()
+    found = rows(tmp_path / "new.csv")
+    cells = [(row["feed"], row["store"], row["alone"], row["of_bare"]) for row in found]
+    assert cells == [
+        ("bare", "", "", "1.0"),
+        ("samples", "memory", "7", "0.275"),  # 55 / 200
+        ("prefetched", "file", "8", "0.075"),
+    ]
+    assert all(row["seal"] == machine.seal(row) for row in found)
+    indices = data_loading.feeding.Resident.indices
+    monkeypatch.setattr(data_loading.feeding.Resident, "indices", lambda self: 39 - indices(self))
+    with pytest.raises(AssertionError, match="not all of them give the same batches"):
+        data_loading.main()
+
+
+def test_compiled_ddp(tmp_path):
+    """Two ways that need no compiler, one of them by a rank of this test."""
+    path = tmp_path / "compiled_ddp.csv"
+    tiny = ["--model=small", "--image-size=16", "--batch-size=8", "--steps=2", "--windows=2"]
+    done = benchmark("compiled_ddp.py", *tiny, "--devices=2", "--ways=plain", f"--csv={path}")
+    assert done.returncode == 0, done.stdout
+    (row,) = rows(path)
+    assert (row["way"], row["devices"], row["backend"]) == ("plain", "2", "gloo")
+    assert 0 < float(row["min"]) <= float(row["samples_per_second"]) <= float(row["max"])
+    assert row["seal"] == machine.seal(row)
 
 
 def test_overlap(tmp_path):
@@ -645,7 +719,7 @@ def test_what_was_measured_fits_together():
         assert 0 <= row["hidden_ms"] <= row["compute_ms"] < row["step_ms"], row
         travel = max(b["end_ms"] for b in row["buckets"]) - row["buckets"][0]["start_ms"]
         assert row["communication_ms"] <= travel + 0.5 or row["device"] == "cuda", row
-    for row in machine.rows(tables.RESULTS / "data_loading.json"):
+    for row in machine.rows(tables.RESULTS / "data_loading.jsonl"):
         ratio = np.median(row["rung"]) / np.median(row["resident"])
         assert row["ratio"] == pytest.approx(ratio, abs=6e-5), row
 
