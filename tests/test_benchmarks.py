@@ -462,16 +462,14 @@ def test_what_data_loading_counts(monkeypatch, tmp_path):
 
 
 def test_the_bare_step_of_fast(monkeypatch):
-    """Floats as the model makes them of bytes: the same loss; compiled unless that is taken away."""
+    """Floats, as the model makes them of bytes: the same loss. Compiled if the script is."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import data_loading
 
     args = SimpleNamespace(model="small", image_size=16, batch_size=4, channels=3, images=8)
     args = SimpleNamespace(**vars(args), script="topics/fast.py", windows=1)
-    cpu, losses = torch.device("cpu"), []
-    monkeypatch.setattr(
-        data_loading.F, "cross_entropy", lambda *_: losses.append(F.cross_entropy(*_)) or losses[-1]
-    )
+    cpu, losses, real = torch.device("cpu"), [], F.cross_entropy
+    monkeypatch.setattr(F, "cross_entropy", lambda *_: losses.append(real(*_)) or losses[-1])
     for floats in (True, False):
         torch.manual_seed(0)
         step = data_loading.make_step(args, cpu, fast=True, compiled=False, floats=floats)
@@ -503,7 +501,7 @@ def test_what_feeds_measures(monkeypatch, tmp_path):
 
     def speed(step, batches, device):
         real(step, batches, device)
-        return next(speeds)
+        return next(speeds, 1)
 
     monkeypatch.setattr(data_loading, "speed", speed)
     data_loading.main()
@@ -548,6 +546,8 @@ def test_overlap(tmp_path):
     computes = (times < ready) | (last <= times)
     for name, moments in {"hidden": travels & computes, "exposed": travels & ~computes}.items():
         assert row[f"{name}_ms"] == pytest.approx(moments.sum() / 1000, abs=0.05), name
+    exposed = sum(end - start for start, end in row["exposed"])
+    assert row["exposed_ms"] == pytest.approx(exposed, abs=0.05)
     assert row["seal"] == machine.seal(row)
     assert len(row["buckets"]) > 1, "a small bucket size makes several"
     # All gradients travel once: 3x16x25+16 + 16x32x25+32 + 512x64+64 + 64x10+10 floats.
@@ -578,6 +578,8 @@ def test_overlap_reads_the_kernels_of_a_gpu_trace(monkeypatch):
     found = overlap.shares([(2, 4), (8, 10), (1, 3)], [(0, 2.5), (9, 12)])
     times = {"communication_ms": 5, "compute_ms": 5.5, "hidden_ms": 2.5, "exposed_ms": 2.5}
     assert found == times
+    assert overlap.exposed([(2, 4), (8, 10), (1, 3)], [(0, 2.5), (9, 12)]) == [(2.5, 4), (8, 9)]
+    assert overlap.exposed([(1, 9)], [(0, 2), (4, 5), (9, 10)]) == [(2, 4), (5, 9)]
 
 
 def test_batch_and_lr(tmp_path):
@@ -751,8 +753,8 @@ def cells(text):
 def test_the_table_of_speeds(monkeypatch, tmp_path):
     """In brackets the speedup over one process without DDP, at the same work and precision."""
     measured = [
-        ("00_single_gpu.py", 1, 90, {}),
-        ("00_single_gpu.py", 1, 110, {}),  # their median is 100
+        ("00_single_gpu.py", 1, 99, {}),
+        ("00_single_gpu.py", 1, 101, {}),  # their median is 100
         ("00_single_gpu.py", 1, 999, {"threads": 2}),
         ("00_single_gpu.py", 1, 400, {"precision": "bf16"}),
         ("02_torchrun.py", 1, 50, {}),
@@ -761,9 +763,13 @@ def test_the_table_of_speeds(monkeypatch, tmp_path):
         ("02_torchrun.py", 2, 7, {"mode": "strong"}),
         ("topics/fast.py", 1, 20, {"options": "--without=ddp"}),
         ("topics/fast.py", 2, 30, {}),
+        ("03_multinode.py", 2, 160, {}),
+        ("03_multinode.py", 2, 208, {}),  # too far apart for three digits
+        ("01_single_node_multi_gpu.py", 2, 170, {"commit": "old"}),  # of another run than 00
     ]
     names = ("script", "devices", "samples_per_second")
     own = [dict(zip(names, row, strict=False)) | row[-1] for row in measured]
+    own = [row | dict.fromkeys(("min", "max"), row["samples_per_second"]) for row in own]
     made_up(monkeypatch, tmp_path, "scaling.csv", *own)
     text = tables.speed()
     head = (
@@ -774,32 +780,71 @@ def test_the_table_of_speeds(monkeypatch, tmp_path):
         ["`00_single_gpu.py`", "bf16", "400", ""],
         ["`00_single_gpu.py`", "fp32", "100", ""],
         ["`00_single_gpu.py`, 2 threads", "fp32", "999", ""],
+        ["`01_single_node_multi_gpu.py`", "fp32", "", "170"],
         ["`02_torchrun.py`", "bf16", "", "600 (1.50)"],
         ["`02_torchrun.py`", "fp32", "50", "180 (1.80)"],
+        ["`03_multinode.py`", "fp32", "", "160 to 210 (1.6 to 2.1)"],
         ["`topics/fast.py`", "fp32", "", "30 (1.50)"],
         ["`topics/fast.py` --without=ddp", "fp32", "20", ""],
     ]
-    again = [row | {"samples_per_second": 1, "commit": "b"} for row in own[5:6]]
-    made_up(monkeypatch, tmp_path, "scaling.csv", *own, *again)
-    assert ["`02_torchrun.py`", "fp32", "50", "1 (0.01)"] in cells(tables.speed())
+    once_more = dict.fromkeys(("samples_per_second", "min", "max"), 1) | {"commit": "b"}
+    made_up(monkeypatch, tmp_path, "scaling.csv", *own, own[5] | once_more)
+    assert ["`02_torchrun.py`", "fp32", "50", "1"] in cells(tables.speed())
 
 
 def test_the_table_of_strategies(monkeypatch, tmp_path):
-    """Against 02 of the same commit and the same work."""
+    """Against 02 of the same commit and the same work, a table for each commit."""
     names = ("script", "devices", "samples_per_second", "peak_memory_mb", "overhead_seconds")
     measured = [
+        ("topics/crash.py", 2, 400, 800, 7, {"commit": "old"}),
+        ("topics/fsdp.py", 2, 400, 800, 7, {"commit": "old"}),  # measured again below
+        ("02_torchrun.py", 2, 4000, 4000, 5, {"commit": "old"}),
         ("topics/fsdp.py", 2, 50, 300, 7, {}),
         ("02_torchrun.py", 2, 200, 400, 5, {}),
         ("02_torchrun.py", 1, 1000, 1000, 5, {}),
-        ("02_torchrun.py", 2, 4000, 4000, 5, {"commit": "old"}),
         ("02_torchrun.py", 2, 200, 400, 5, {}),
+        ("04_lightning.py", 2, 190, 400, 5, {"min": 100, "max": 200}),
     ]
     own = [dict(zip(names, row, strict=False)) | row[-1] for row in measured]
+    own = [dict.fromkeys(("min", "max"), row["samples_per_second"]) | row for row in own]
     made_up(monkeypatch, tmp_path, "strategies.csv", *own)
-    two = tables.strategies().split("ranks: 2.")[1].partition("ranks: 1")[0]
-    assert cells(two) == [
+    old, new = (part for part in tables.strategies().split("small, 28") if "ranks: 2" in part)
+    assert "commit old" in old and "commit a" in new
+    plain = ["`02_torchrun.py`", "4000 MB", "1.00", "1.00", "5 s"]
+    assert cells(old) == [plain, ["`topics/crash.py`", "800 MB", "0.20", "0.10", "7 s"]]
+    assert cells(new) == [
         ["`02_torchrun.py`", "400 MB", "1.00", "1.00", "5 s"],
         ["`topics/fsdp.py`", "300 MB", "0.75", "0.25", "7 s"],
+        ["`04_lightning.py`", "400 MB", "1.00", "0.5 to 1.0", "5 s"],
+    ]
+
+
+def test_the_tables_of_feeding(monkeypatch, tmp_path):
+    """Shares of the bare step of the same run; what was not measured yet is said."""
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    for table in (tables.feeding, tables.compiled, tables.loading):
+        assert table() == "Not measured yet.\n"
+    run = {"dataset": "fake:64", "batch_size": 8, "alone": "", "device": "cuda", "gpus": 1}
+    run |= {"gpu": "GPU", "nccl": "2", "pinned": "", "store": "", "num_workers": ""}
+    speeds = {"bare": 100, "samples": 50, "prefetched": 98.7}
+    own = [
+        run | {"feed": feed} | dict.fromkeys(("samples_per_second", "min", "max"), n)
+        for feed, n in speeds.items()
+    ]
+    own[1] |= {"num_workers": 2, "pinned": "no", "store": "file", "alone": 70}
+    made_up(monkeypatch, tmp_path, "feeding.csv", *own)
+    assert cells(tables.feeding()) == [
+        ["the bare step", "", "", "", "100", "1.000"],
+        ["`samples`, not pinned", "file", "2", "70", "50", "0.500"],
+        ["`prefetched`", "", "", "", "99", "0.987"],
+    ]
+    own = [{"way": "alone", "devices": 1, "samples_per_second": 100, "min": 100, "max": 100}]
+    own += [own[0] | {"way": "once", "devices": n, "samples_per_second": n * 99} for n in (1, 2)]
+    old = own[0] | {"way": "once", "samples_per_second": 97, "commit": "old"}
+    made_up(monkeypatch, tmp_path, "compiled_ddp.csv", *[run | row for row in (old, *own)])
+    assert cells(tables.compiled()) == [
+        ["`alone`", "100 (1.000)", ""],
+        ["`once`", "99 (0.990)", "198 (0.990)"],
     ]
 
 
