@@ -60,6 +60,16 @@ def shares(network: list, compute: list) -> dict[str, float]:
     return times | {"hidden_ms": hidden, "exposed_ms": communication - hidden}
 
 
+def exposed(network: list, compute: list) -> list[tuple[float, float]]:
+    """Return the spans in which a bucket travels and the device does not compute."""
+    left = union(network)
+    for begin, stop in union(compute):
+        parts = [(start, min(end, begin)) for start, end in left]
+        parts += [(max(start, stop), end) for start, end in left]
+        left = union([(start, end) for start, end in parts if start < end])
+    return left
+
+
 def kernels(trace: dict) -> tuple[list, list, list]:
     """Return the spans, in ms from the step's start, of all-reduces, all of NCCL, and the rest.
 
@@ -170,7 +180,8 @@ def main() -> None:
             {"bytes": size, "start_ms": round(start, 3), "end_ms": round(end, 3)}
             for size, (start, end) in zip(sizes, spans, strict=True)
         ]
-        results.append(result | shares(network, compute))
+        gaps = [[round(moment, 3) for moment in span] for span in exposed(network, compute)]
+        results.append(result | shares(network, compute) | {"exposed": gaps})
     if rank == 0:
         middle = statistics.median_low(result["step_ms"] for result in results)
         result = next(result for result in results if result["step_ms"] == middle)

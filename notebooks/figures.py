@@ -1,7 +1,6 @@
 """The tables behind the notebooks, and the two figures of the READMEs, from results/.
 
     python notebooks/figures.py              writes the READMEs' figures to results/figures/
-    python notebooks/figures.py --help       what else
 
 A table has a row for each point of a figure: its `middle` (a median), and from `low` to `high` what
 was measured. What is drawn from it, and what is calculated, stands in the notebooks' cells.
@@ -23,7 +22,7 @@ EXPECTED = {1: (1, 1), 2: (1.8, 1.8), 4: (3.5, 3.5), 8: (6, 7)}
 DDP = ["02_torchrun.py", "03_multinode.py", "01_single_node_multi_gpu.py", "topics/fast.py"]
 MODELS = ["resnet50", "vit_b_16", "small", "wide"]
 WORK = ["hardware", "device", "model", "image_size", "batch", "precision", "threads", "num_workers"]
-KIND = [*WORK, "mode", "script", "options"]
+KIND = [*WORK, "mode", "script", "options", "commit"]  # ratios are of one commit
 
 # To be told apart in grey: lines by marker and dashes, areas by hatch and shade.
 LINES = [("#000000", "-", "o"), ("#0072b2", "--", "s"), ("#d55e00", "-.", "^")]
@@ -38,8 +37,6 @@ plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "font
 plt.rcParams.update({"axes.titlesize": 9, "figure.constrained_layout.use": True})
 plt.rcParams.update({"legend.fontsize": 8, "legend.frameon": False, "svg.hashsalt": "ddp"})
 pd.set_option("display.width", 200, "display.max_columns", 20)
-
-# ---- tables --------------------------------------------------------------------------------------
 
 
 def read(path):
@@ -111,9 +108,17 @@ def main_model(found):
     return found[found.image_size == found.groupby("hardware").image_size.transform("max")]
 
 
+def lesson(found):
+    """Return DDP and DataParallel on several devices, of a large model and of a small one."""
+    names = {"02_torchrun.py": "DDP", "00b_data_parallel.py": "DataParallel"}
+    found = found.assign(script=found.script.map(names)).dropna(subset=["script", "base"])
+    found = found[(found["mode"] == "weak") & found.model.isin(["resnet50", "small"])]
+    return quickest(found[found.groupby("kind").devices.transform("max") > 1])
+
+
 def quickest(found):
     """Return of kinds that differ in precision alone the one with the quickest base."""
-    same = [name for name in KIND if name != "precision"]
+    same = [name for name in KIND if name not in ("precision", "commit")]
     return found[found.base == found.groupby(same).base.transform("max")]
 
 
@@ -136,14 +141,10 @@ def best(rows):
     return rows[rows.hardware.isin(order.hardware[-1:])]
 
 
-WORDS = {
-    "script": lambda value: value.partition("_")[0] if value[0] == "0" else value,
-    "options": lambda value: value.replace("--without=", "without "),
-    "image_size": "{} px".format,
-    "batch": "batch {}".format,
-    "threads": lambda n: f"{n} thread{'s' * (n > 1)}",
-    "devices": "on {}".format,
-}
+WORDS = {"image_size": "{} px".format, "batch": "batch {}".format, "devices": "on {}".format}
+WORDS |= {"script": lambda value: value.partition("_")[0] if value[0] == "0" else value}
+WORDS |= {"options": lambda value: value.replace("--without=", "without ")}
+WORDS |= {"threads": lambda n: f"{n} thread{'s' * (n > 1)}"}
 
 
 def labels(rows, always, *names):
@@ -172,14 +173,8 @@ def human(size):
     return f"{size / 1000**power:.3g} {('B', 'kB', 'MB', 'GB')[power]}"
 
 
-# ---- drawing -------------------------------------------------------------------------------------
-
-
 def panels(found, what, height=2.8, columns=1):
-    """Return (name, rows, axes) of each hardware. Where there is none, say what is missing.
-
-    height: of a panel, or a function that returns it for the panel's rows
-    """
+    """Return (name, rows, axes) of each hardware, or say what is missing. height: or of rows."""
     groups = list(found.groupby("hardware", sort=False))
     if not groups:
         print(f"Nothing to draw here: it takes {what}.")
@@ -228,8 +223,8 @@ def speedup(found):
     for name, group, (left, right) in drawn:
         for ax, divide in ((left, 1), (right, n)):
             ax.plot(n, n / divide, label="ideal", **GREY)
-            spread = (high - low) / 2 / divide
-            ax.errorbar(n, (low + high) / 2 / divide, spread, label="rule of thumb", **style)
+            middle, spread = (low + high) / 2 / divide, (high - low) / 2 / divide
+            ax.errorbar(n, middle, spread, label="rule of thumb", **style)
         group = group.assign(label=labels(group, "model", "script", "precision", "options"))
         for index, (label, points) in enumerate(group.groupby("label", sort=False)):
             gains = points[["middle", "low", "high"]].div(points.base, axis=0)
@@ -244,34 +239,39 @@ def speedup(found):
 
 def overlap(rows, most=4):
     """Draw one step of DDP: what the device computes, and when each bucket travels."""
-    rows = profiles(rows)[:most]
+    rows, legend = profiles(rows)[:most], {}
     if rows.empty:
         return print("Nothing to draw here: it takes profiles of benchmarks/overlap.py.")
     heights = 2 + rows.buckets.map(len)
     size = {"figsize": (8, 0.8 * len(rows) + 0.19 * heights.sum()), "height_ratios": heights}
     figure, axes = plt.subplots(len(rows), squeeze=False, **size)
     for row, ax in zip(rows.itertuples(), axes[:, 0], strict=True):
-        moments = np.array([0, row.backward_start_ms, row.backward_end_ms, row.step_ms])
-        phases = {"forward": 3, "backward (with its waiting)": 1, "optimizer": 4}
-        for (name, kind), start, long in zip(
-            phases.items(), moments, np.diff(moments), strict=False
-        ):
-            ax.barh(0, long, 0.8, start, label=name, **area(kind))
+        moments = [0, row.backward_start_ms, row.backward_end_ms, row.step_ms]
+        phases = {"forward": 3, "backward (with its waiting)": 5, "optimizer": 4}
+        for (name, kind), start, end in zip(phases.items(), moments, moments[1:], strict=False):
+            legend[name] = ax.barh(0, end - start, 0.8, start, **area(kind))
+        # A GPU has its own scale: from its first bucket on.
+        left = 0 if row.device == "cpu" else row.buckets[0]["start_ms"] - 0.02 * row.step_ms
+        gap, gaps = (row.step_ms - left) / 100, getattr(row, "exposed", None)
+        if row.device == "cpu":  # it computes until the last bucket is ready
+            gaps = [(row.buckets[-1]["start_ms"], row.backward_end_ms)]
+        kind, gaps = ("hidden", gaps) if isinstance(gaps, list) else ("all-reduce, not split", [])
         for place, bucket in enumerate(row.buckets, 1):
             start, end = bucket["start_ms"], bucket["end_ms"]
-            label = "all-reduce of a bucket" if place == 1 else None
-            ax.barh(place, end - start, 0.7, start, color=AREAS[0][0], label=label)
-            late, gap = end > 0.8 * row.step_ms, row.step_ms / 100
+            spans = [(kind, "#0072b2" if kind == "hidden" else "#666666", start, end)]
+            spans += [("exposed", "#d55e00", max(start, a), min(end, b)) for a, b in gaps]
+            for name, color, a, b in spans:
+                if a < b:  # the edge is seen however short it is
+                    legend[name] = ax.barh(place, b - a, 0.7, a, color=color, ec=color)
+            late = end > row.step_ms - 20 * gap
             x, side = (start - gap, "right") if late else (end + gap, "left")
             ax.text(x, place, human(bucket["bytes"]), va="center", ha=side, size=7)
-        title = f"{row.model}, {row.image_size} px, batch {row.per_rank_batch} a rank, "
-        title += f"{row.precision}: {row.hidden_ms:.1f} ms of communication hidden, "
-        title += f"{row.exposed_ms:.1f} ms exposed\n{where(row)}, {row.date}"
-        ax.set(title=title, xlim=(0, row.step_ms), yticks=[])
-        ax.invert_yaxis()
+        title = f"{row.model}, {row.image_size} px, batch {row.per_rank_batch}, {row.precision}: "
+        title += f"{row.hidden_ms:.1f} ms hidden, {row.exposed_ms:.1f} exposed\n{where(row)}"
+        ax.set(title=title, xlim=(left, row.step_ms), ylim=(place + 0.6, -0.6), yticks=[])
         ax.grid(axis="y", visible=False)
     ax.set_xlabel("ms since the step began, on rank 0")
-    figure.legend(*ax.get_legend_handles_labels(), ncols=4, loc="outside lower center")
+    figure.legend(legend.values(), legend, ncols=3, loc="outside lower center")
     return figure
 
 
@@ -283,11 +283,11 @@ def main():
     plt.switch_backend("svg")
     args.out.mkdir(parents=True, exist_ok=True)
     scaling = speeds(best(read(args.results / "scaling.csv")))
-    drawn = {"scaling.svg": speedup(main_model(ddp(scaling)))}
-    drawn["overlap.svg"] = overlap(read(args.results / "overlap.jsonl"), most=3)
+    steps = profiles(read(args.results / "overlap.jsonl")).groupby("device").tail(2)
+    drawn = {"scaling.svg": speedup(lesson(scaling)), "overlap.svg": overlap(steps)}
     for name, figure in drawn.items():
-        if figure:
-            figure.draw_without_rendering()  # places the axes, with a last digit that varies
+        if figure:  # first place the axes, with a last digit that varies
+            figure.draw_without_rendering()
             figure.set_layout_engine("none")
             for ax in figure.axes:
                 ax.set_position(np.round(ax.get_position().bounds, 4))

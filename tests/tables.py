@@ -62,6 +62,34 @@ def gpu():
     return f"{where(record['machine'])}.\n\n{table(heads, lines.values())}"
 
 
+def near(low, high):
+    """Whether what was measured lies so close together that three digits mean something."""
+    return high <= 1.1 * low
+
+
+def number(middle, low, high):
+    """Return a speed; as a range, to two digits, where it differed from run to run."""
+    if near(low, high):
+        return f"{middle:.0f}"
+    return " to ".join(f"{float(f'{end:.2g}'):.0f}" for end in (low, high))
+
+
+def ratio(found, base):
+    """Return the ratio of two speeds, (middle, low, high) each; a range where one of them is."""
+    if near(*found[1:]) and near(*base[1:]):
+        return f"{found[0] / base[0]:.2f}"
+    return f"{found[1] / base[2]:.1f} to {found[2] / base[1]:.1f}"
+
+
+def spread(rows, names):
+    """Return {names: (commit, (middle, low, high))} of the speeds of rows."""
+    found = {}
+    for key, some in rows.groupby(names, sort=False):
+        speeds = some.samples_per_second.median(), some["min"].min(), some["max"].max()
+        found[key] = some.commit.iloc[-1], speeds
+    return found
+
+
 def speed(model=".*", precision=".*", scripts=".*"):
     """Return samples/s and speedup in weak scaling, a table for each machine and kind of work."""
     rows = latest(read("scaling.csv")).query("mode == 'weak'")
@@ -70,43 +98,127 @@ def speed(model=".*", precision=".*", scripts=".*"):
         rows = rows[rows[name].str.fullmatch(wanted)]
     parts, line = [], ["script", "precision", "threads", "options"]
     for work, group in rows.groupby(["model", "image_size", "per_rank_batch", "place"], sort=False):
-        speeds = group.groupby([*line, "devices"]).samples_per_second.median().unstack()
-        lines = []
-        for (script, kind, threads, options), found in speeds.iterrows():
-            # against one process without DDP, at the same precision
-            twin = (script, kind, threads, f"{options},ddp" if options else "--without=ddp")
-            twin = twin if twin in speeds.index else ("00_single_gpu.py", kind, threads, "")
-            alone = speeds[1].get(twin)
+        speeds, counts, lines = spread(group, [*line, "devices"]), sorted({*group.devices}), []
+        for script, kind, threads, options in sorted({key[:-1] for key in speeds}):
+            # against one process without DDP, of the same run, at the same precision
+            twin = (script, kind, threads, f"{options},ddp" if options else "--without=ddp", 1)
+            twin = twin if twin in speeds else ("00_single_gpu.py", kind, threads, "", 1)
+            alone = speeds.get(twin)
             words = f" {options}" * bool(options) + f", {threads} threads" * (threads > 1)
-            gains = {n: f" ({found[n] / alone:.2f})" if alone and n > 1 else "" for n in speeds}
-            cells = [f"{found[n]:.0f}{gains[n]}" if found[n] > 0 else "" for n in speeds]
-            lines.append([f"`{script}`{words}", kind, *cells])
-        heads = ["samples/s (speedup)", "precision", *(f"{n} ×" for n in speeds)]
+            cells = [f"`{script}`{words}", kind]
+            for n in counts:
+                commit, found = speeds.get((script, kind, threads, options, n), (None, None))
+                cells.append(number(*found) if found else "")
+                if n > 1 and found and alone and alone[0] == commit:
+                    cells[-1] += f" ({ratio(found, alone[1])})"
+            lines.append(cells)
+        heads = ["samples/s (speedup)", "precision", *(f"{n} ×" for n in counts)]
         title = "{0}, {1} × {1} pixels, {2} images a process. {3}.".format(*work)
         parts.append(f"{title}\n\n{table(heads, lines)}")
     return "\n".join(parts)
 
 
 def strategies():
-    """Return, a table for each machine and kind of work, memory and speed against rung 02."""
-    rows, names = read("strategies.csv"), ["peak_memory_mb", "samples_per_second"]
-    # Against the rows of 02 of the same commit: they were measured in one go.
+    """Return memory and speed against rung 02, a table for each machine, kind of work and commit.
+
+    Only what was measured in one go is compared.
+    """
+    rows, parts = read("strategies.csv"), []
+    last, is_02 = latest(rows).index, rows.script == "02_torchrun.py"
     together = ["model", "image_size", "per_rank_batch", "devices", "place", "commit"]
-    plain = rows[rows.script == "02_torchrun.py"].groupby(together)[names].median()
-    rows, parts = latest(rows).merge(plain, "left", on=together, suffixes=("", "_02")), []
-    rows = rows.assign(**{f"{name}_02": rows[name] / rows[f"{name}_02"] for name in names})
-    for work, group in rows.groupby(together[:-1], sort=False):
-        medians = group.groupby(["script", "options"], sort=False).median(numeric_only=True)
-        lines = []
+    for work, group in rows.groupby(together, sort=False):
+        plain, lines = group[is_02[group.index]], []
+        shown = group[is_02[group.index] | group.index.isin(last)]
+        if plain.empty or len(plain) == len(shown):
+            continue
+        base = spread(plain, ["script"])["02_torchrun.py",][1]
+        memory = plain.peak_memory_mb.median()
+        speeds = spread(shown, ["script", "options"])
+        medians = shown.groupby(["script", "options"], sort=False).median(numeric_only=True)
         for (script, options), row in medians.iterrows():
+            found = speeds[script, options][1]
             cells = [f"`{script}` {options}".strip(), f"{row.peak_memory_mb:.0f} MB"]
-            cells += [f"{row.peak_memory_mb_02:.2f}", f"{row.samples_per_second_02:.2f}"]
+            cells += [f"{row.peak_memory_mb / memory:.2f}"]
+            cells += ["1.00" if script.startswith("02") else ratio(found, base)]
             lines.append([*cells, f"{row.overhead_seconds:.0f} s"])
         lines.sort(key=lambda cells: not cells[0].startswith("`02"))
         heads = ["script", "memory of a rank", "of 02's", "speed, of 02's", "overhead"]
-        title = "{0}, {1} × {1} pixels, {2} images a rank, ranks: {3}. {4}.".format(*work)
-        parts.append(f"{title}\n\n{table(heads, lines)}")
+        title = "{0}, {1} × {1} pixels, {2} images a rank, ranks: {3}. {4}, commit {5}."
+        parts.append(f"{title.format(*work)}\n\n{table(heads, lines)}")
     return "\n".join(parts)
+
+
+def last_runs(name, *work):
+    """Return (work and place, rows) of the last run of each kind of work; [] without a file."""
+    if not (RESULTS / name).is_file():
+        return []
+    rows = read(name)
+    run = rows.place + rows.commit.fillna("")
+    rows = rows[run == run.groupby([rows[column] for column in work]).transform("last")]
+    return list(rows.groupby([*work, "place"], sort=False))
+
+
+def feeding():
+    """Return how fast each way of topics/feeding.py is, alone and with the step, and its share."""
+    parts = []
+    for work, rows in last_runs("feeding.csv", "device", "model", "image_size", "batch_size"):
+        bare, lines = None, []
+        for (feed, store, workers, pinned), some in rows.groupby(
+            ["feed", "store", "num_workers", "pinned"], sort=False, dropna=False
+        ):
+            found = spread(some, ["feed"])[feed,][1]
+            bare = found if feed == "bare" else bare
+            how = "the bare step" if feed == "bare" else f"`{feed}`"
+            how += ", not pinned" * (pinned == "no")
+            count = f"{workers:.0f}" if feed in ("samples", "batches") else ""
+            quickest = some.alone.iloc[-1]  # to three digits
+            quickest = "" if pd.isna(quickest) else f"{float(f'{quickest:.3g}'):.0f}"
+            share = f"{found[0] / bare[0]:.3f}" if near(*found[1:]) else ratio(found, bare)
+            cells = [how, "" if pd.isna(store) else store, count, quickest]
+            lines.append([*cells, number(*found), share])
+        heads = ["who feeds", "from", "workers", "alone, samples/s", "with the step", "of the bare"]
+        title = "{1}, {2} × {2} pixels, batch {3}. {4}.".format(*work)
+        parts.append(f"{title}\n\n{table(heads, lines)}")
+    return "\n".join(parts) or "Not measured yet.\n"
+
+
+def compiled():
+    """Return the speed of each way to have torch.compile and DDP, and its share of the bare one."""
+    parts = []
+    work_of = ("device", "model", "image_size", "per_rank_batch")
+    for work, rows in last_runs("compiled_ddp.csv", *work_of):
+        speeds, lines = spread(rows, ["way", "devices"]), []
+        alone = speeds.get(("alone", 1), (None, None))[1]
+        counts = sorted({*rows.devices})
+        for way in dict.fromkeys(rows.way):
+            cells = [f"`{way}`"]
+            for n in counts:
+                found = speeds.get((way, n), (None, None))[1]
+                cells.append(number(*found) if found else "")
+                if found and alone:
+                    cells[-1] += f" ({found[0] / alone[0] / n:.3f})"
+            lines.append(cells)
+        heads = ["samples/s (of the bare step)", *(f"{n} ×" for n in counts)]
+        title = "{1}, {2} × {2} pixels, {3} images a rank. {4}.".format(*work)
+        parts.append(f"{title}\n\n{table(heads, lines)}")
+    return "\n".join(parts) or "Not measured yet.\n"
+
+
+def loading():
+    """Return what each model keeps of the speed of its step on a resident batch."""
+    if not (RESULTS / "data_loading.jsonl").is_file():
+        return "Not measured yet.\n"
+    lines = (RESULTS / "data_loading.jsonl").read_text().splitlines()
+    rows = pd.DataFrame(map(json.loads, lines)).fillna({"script": "00_single_gpu.py"})
+    rows = rows.fillna({"options": ""})
+    work, cells = ["script", "options", "model", "image_size", "batch_size", "num_workers"], []
+    for row in rows[~rows.duplicated([*work, "gpu"], keep="last")].to_dict("records"):
+        how = f"`{row['script']}` {row['options']}".strip()
+        data = f"{row['image_size']} px, batch {row['batch_size']}"
+        cells.append([how, row["model"], data, row["num_workers"], f"{row['ratio']:.3f}"])
+        cells[-1].append(where(row))
+    heads = ["script", "model", "images", "workers", "of its resident step", "measured"]
+    return table(heads, cells)
 
 
 def restarts():

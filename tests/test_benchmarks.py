@@ -16,6 +16,7 @@ import pytest
 import tables
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import common
 import pairs
@@ -427,36 +428,107 @@ def test_the_slowest_rank_counts(monkeypatch):
     assert seconds_of(torch.zeros(1), 6, torch.device("cpu")) == 2 and len(summed) == 6
 
 
-def test_data_loading(monkeypatch, capfd):
+def test_data_loading(monkeypatch, tmp_path):
     """The real thing, tiny: rung 00 and the step on a batch that never moves."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import data_loading
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     tiny = ["--images=32", "--batch-size=16", "--image-size=16", "--windows=2"]
-    monkeypatch.setattr(sys, "argv", ["data_loading.py", *tiny])
+    monkeypatch.setattr(sys, "argv", ["data_loading.py", *tiny, f"--out={tmp_path}/new.jsonl"])
     data_loading.main()
-    row = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert len(row["rung"]) == len(row["resident"]) == 2
+    (row,) = machine.rows(tmp_path / "new.jsonl")
+    assert len(row["rung"]) == len(row["resident"]) == 2 and row["script"] == "00_single_gpu.py"
     assert min(row["rung"] + row["resident"]) > 0 and row["seal"] == machine.seal(row)
 
 
-def test_what_data_loading_counts(monkeypatch, capsys):
+def test_what_data_loading_counts(monkeypatch, tmp_path):
     """Made-up speeds: the median of the rung over the median of what is resident."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import data_loading
 
-    monkeypatch.setattr(sys, "argv", ["data_loading.py"])
     # Windows of 100 s, which warm up, of 4 s and of 16 s, each of two steps of 16 images.
     seconds = iter([100, 4, 16])
+    args = SimpleNamespace(script="00_single_gpu.py", model="small", image_size=16, batch_size=16)
+    args = SimpleNamespace(**vars(args), images=32, windows=2, channels=3, extra=[])
     with monkeypatch.context() as patch:
         patch.setattr(common, "seconds_since", lambda *_: next(seconds))
-        args = SimpleNamespace(model="small", image_size=16, batch_size=16, images=32, windows=2)
         assert data_loading.resident_speed(args) == [8, 2]
     monkeypatch.setattr(data_loading, "rung_speed", lambda args: [10, 90, 20])
     monkeypatch.setattr(data_loading, "resident_speed", lambda args: [200, 50, 80])
+    monkeypatch.setattr(sys, "argv", ["data_loading.py", f"--out={tmp_path}/new.jsonl"])
     data_loading.main()
-    assert json.loads(capsys.readouterr().out)["ratio"] == 0.25  # 20 / 80
+    assert machine.rows(tmp_path / "new.jsonl")[0]["ratio"] == 0.25  # 20 / 80
+
+
+def test_the_bare_step_of_fast(monkeypatch):
+    """Floats, as the model makes them of bytes: the same loss. Compiled if the script is."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import data_loading
+
+    args = SimpleNamespace(model="small", image_size=16, batch_size=4, channels=3, images=8)
+    args = SimpleNamespace(**vars(args), script="topics/fast.py", windows=1)
+    cpu, losses, real = torch.device("cpu"), [], F.cross_entropy
+    monkeypatch.setattr(F, "cross_entropy", lambda *_: losses.append(real(*_)) or losses[-1])
+    for floats in (True, False):
+        torch.manual_seed(0)
+        step = data_loading.make_step(args, cpu, fast=True, compiled=False, floats=floats)
+        step(*data_loading.resident_batch(args, cpu, floats))
+    assert losses[0].item() == pytest.approx(losses[1].item(), abs=1e-6)
+    asked = []
+    monkeypatch.setattr(
+        data_loading, "make_step", lambda *some, floats: asked.append((*some[2:], floats))
+    )
+    monkeypatch.setattr(data_loading, "speed", lambda *_: 1)
+    for extra in ([], ["--without=ddp"], ["--without=compile,ddp"]):
+        data_loading.resident_speed(SimpleNamespace(**vars(args), extra=extra))
+    assert asked == [(True, True, True), (True, True, True), (True, False, True)]
+
+
+def test_what_feeds_measures(monkeypatch, tmp_path):
+    """Made-up speeds of the bare step and of each way; a way with other batches is noticed."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import data_loading
+
+    names = [tuple(way.values()) for way in data_loading.ways([0, 2], True)]
+    assert len(set(names)) == len(names) == 11 and ("batches", 2, "no", "memory") in names
+    one = [{"feed": "samples", "num_workers": 0, "pinned": "yes", "store": "memory"}]
+    one += [{"feed": "prefetched", "num_workers": 0, "pinned": "yes", "store": "file"}]
+    monkeypatch.setattr(data_loading, "ways", lambda workers, on_gpu: one)
+    tiny = ["--feeds", "--images=40", "--batch-size=16", "--image-size=8", "--windows=2"]
+    monkeypatch.setattr(sys, "argv", ["data_loading.py", *tiny, f"--csv={tmp_path}/new.csv"])
+    real, speeds = data_loading.speed, iter([0, 0, 7, 0, 8, 100, 50, 25, 300, 60, 5])
+
+    def speed(step, batches, device):
+        real(step, batches, device)
+        return next(speeds, 1)
+
+    monkeypatch.setattr(data_loading, "speed", speed)
+    data_loading.main()
+    found = rows(tmp_path / "new.csv")
+    cells = [(row["feed"], row["store"], row["alone"], row["of_bare"]) for row in found]
+    assert cells == [
+        ("bare", "", "", "1.0"),
+        ("samples", "memory", "7", "0.275"),  # 55 / 200
+        ("prefetched", "file", "8", "0.075"),
+    ]
+    assert all(row["seal"] == machine.seal(row) for row in found)
+    indices = data_loading.feeding.Resident.indices
+    monkeypatch.setattr(data_loading.feeding.Resident, "indices", lambda self: 39 - indices(self))
+    with pytest.raises(AssertionError, match="not all of them give the same batches"):
+        data_loading.main()
+
+
+def test_compiled_ddp(tmp_path):
+    """Two ways that need no compiler, one of them by a rank of this test."""
+    path = tmp_path / "compiled_ddp.csv"
+    tiny = ["--model=small", "--image-size=16", "--batch-size=8", "--steps=2", "--windows=2"]
+    done = benchmark("compiled_ddp.py", *tiny, "--devices=2", "--ways=plain", f"--csv={path}")
+    assert done.returncode == 0, done.stdout
+    (row,) = rows(path)
+    assert (row["way"], row["devices"], row["backend"]) == ("plain", "2", "gloo")
+    assert 0 < float(row["min"]) <= float(row["samples_per_second"]) <= float(row["max"])
+    assert row["seal"] == machine.seal(row)
 
 
 def test_overlap(tmp_path):
@@ -474,6 +546,8 @@ def test_overlap(tmp_path):
     computes = (times < ready) | (last <= times)
     for name, moments in {"hidden": travels & computes, "exposed": travels & ~computes}.items():
         assert row[f"{name}_ms"] == pytest.approx(moments.sum() / 1000, abs=0.05), name
+    exposed = sum(end - start for start, end in row["exposed"])
+    assert row["exposed_ms"] == pytest.approx(exposed, abs=0.05)
     assert row["seal"] == machine.seal(row)
     assert len(row["buckets"]) > 1, "a small bucket size makes several"
     # All gradients travel once: 3x16x25+16 + 16x32x25+32 + 512x64+64 + 64x10+10 floats.
@@ -504,6 +578,8 @@ def test_overlap_reads_the_kernels_of_a_gpu_trace(monkeypatch):
     found = overlap.shares([(2, 4), (8, 10), (1, 3)], [(0, 2.5), (9, 12)])
     times = {"communication_ms": 5, "compute_ms": 5.5, "hidden_ms": 2.5, "exposed_ms": 2.5}
     assert found == times
+    assert overlap.exposed([(2, 4), (8, 10), (1, 3)], [(0, 2.5), (9, 12)]) == [(2.5, 4), (8, 9)]
+    assert overlap.exposed([(1, 9)], [(0, 2), (4, 5), (9, 10)]) == [(2, 4), (5, 9)]
 
 
 def test_batch_and_lr(tmp_path):
@@ -645,7 +721,7 @@ def test_what_was_measured_fits_together():
         assert 0 <= row["hidden_ms"] <= row["compute_ms"] < row["step_ms"], row
         travel = max(b["end_ms"] for b in row["buckets"]) - row["buckets"][0]["start_ms"]
         assert row["communication_ms"] <= travel + 0.5 or row["device"] == "cuda", row
-    for row in machine.rows(tables.RESULTS / "data_loading.json"):
+    for row in machine.rows(tables.RESULTS / "data_loading.jsonl"):
         ratio = np.median(row["rung"]) / np.median(row["resident"])
         assert row["ratio"] == pytest.approx(ratio, abs=6e-5), row
 
@@ -677,8 +753,8 @@ def cells(text):
 def test_the_table_of_speeds(monkeypatch, tmp_path):
     """In brackets the speedup over one process without DDP, at the same work and precision."""
     measured = [
-        ("00_single_gpu.py", 1, 90, {}),
-        ("00_single_gpu.py", 1, 110, {}),  # their median is 100
+        ("00_single_gpu.py", 1, 99, {}),
+        ("00_single_gpu.py", 1, 101, {}),  # their median is 100
         ("00_single_gpu.py", 1, 999, {"threads": 2}),
         ("00_single_gpu.py", 1, 400, {"precision": "bf16"}),
         ("02_torchrun.py", 1, 50, {}),
@@ -687,9 +763,13 @@ def test_the_table_of_speeds(monkeypatch, tmp_path):
         ("02_torchrun.py", 2, 7, {"mode": "strong"}),
         ("topics/fast.py", 1, 20, {"options": "--without=ddp"}),
         ("topics/fast.py", 2, 30, {}),
+        ("03_multinode.py", 2, 160, {}),
+        ("03_multinode.py", 2, 208, {}),  # too far apart for three digits
+        ("01_single_node_multi_gpu.py", 2, 170, {"commit": "old"}),  # of another run than 00
     ]
     names = ("script", "devices", "samples_per_second")
     own = [dict(zip(names, row, strict=False)) | row[-1] for row in measured]
+    own = [row | dict.fromkeys(("min", "max"), row["samples_per_second"]) for row in own]
     made_up(monkeypatch, tmp_path, "scaling.csv", *own)
     text = tables.speed()
     head = (
@@ -700,32 +780,71 @@ def test_the_table_of_speeds(monkeypatch, tmp_path):
         ["`00_single_gpu.py`", "bf16", "400", ""],
         ["`00_single_gpu.py`", "fp32", "100", ""],
         ["`00_single_gpu.py`, 2 threads", "fp32", "999", ""],
+        ["`01_single_node_multi_gpu.py`", "fp32", "", "170"],
         ["`02_torchrun.py`", "bf16", "", "600 (1.50)"],
         ["`02_torchrun.py`", "fp32", "50", "180 (1.80)"],
+        ["`03_multinode.py`", "fp32", "", "160 to 210 (1.6 to 2.1)"],
         ["`topics/fast.py`", "fp32", "", "30 (1.50)"],
         ["`topics/fast.py` --without=ddp", "fp32", "20", ""],
     ]
-    again = [row | {"samples_per_second": 1, "commit": "b"} for row in own[5:6]]
-    made_up(monkeypatch, tmp_path, "scaling.csv", *own, *again)
-    assert ["`02_torchrun.py`", "fp32", "50", "1 (0.01)"] in cells(tables.speed())
+    once_more = dict.fromkeys(("samples_per_second", "min", "max"), 1) | {"commit": "b"}
+    made_up(monkeypatch, tmp_path, "scaling.csv", *own, own[5] | once_more)
+    assert ["`02_torchrun.py`", "fp32", "50", "1"] in cells(tables.speed())
 
 
 def test_the_table_of_strategies(monkeypatch, tmp_path):
-    """Against 02 of the same commit and the same work."""
+    """Against 02 of the same commit and the same work, a table for each commit."""
     names = ("script", "devices", "samples_per_second", "peak_memory_mb", "overhead_seconds")
     measured = [
+        ("topics/crash.py", 2, 400, 800, 7, {"commit": "old"}),
+        ("topics/fsdp.py", 2, 400, 800, 7, {"commit": "old"}),  # measured again below
+        ("02_torchrun.py", 2, 4000, 4000, 5, {"commit": "old"}),
         ("topics/fsdp.py", 2, 50, 300, 7, {}),
         ("02_torchrun.py", 2, 200, 400, 5, {}),
         ("02_torchrun.py", 1, 1000, 1000, 5, {}),
-        ("02_torchrun.py", 2, 4000, 4000, 5, {"commit": "old"}),
         ("02_torchrun.py", 2, 200, 400, 5, {}),
+        ("04_lightning.py", 2, 190, 400, 5, {"min": 100, "max": 200}),
     ]
     own = [dict(zip(names, row, strict=False)) | row[-1] for row in measured]
+    own = [dict.fromkeys(("min", "max"), row["samples_per_second"]) | row for row in own]
     made_up(monkeypatch, tmp_path, "strategies.csv", *own)
-    two = tables.strategies().split("ranks: 2.")[1].partition("ranks: 1")[0]
-    assert cells(two) == [
+    old, new = (part for part in tables.strategies().split("small, 28") if "ranks: 2" in part)
+    assert "commit old" in old and "commit a" in new
+    plain = ["`02_torchrun.py`", "4000 MB", "1.00", "1.00", "5 s"]
+    assert cells(old) == [plain, ["`topics/crash.py`", "800 MB", "0.20", "0.10", "7 s"]]
+    assert cells(new) == [
         ["`02_torchrun.py`", "400 MB", "1.00", "1.00", "5 s"],
         ["`topics/fsdp.py`", "300 MB", "0.75", "0.25", "7 s"],
+        ["`04_lightning.py`", "400 MB", "1.00", "0.5 to 1.0", "5 s"],
+    ]
+
+
+def test_the_tables_of_feeding(monkeypatch, tmp_path):
+    """Shares of the bare step of the same run; what was not measured yet is said."""
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    for table in (tables.feeding, tables.compiled, tables.loading):
+        assert table() == "Not measured yet.\n"
+    run = {"dataset": "fake:64", "batch_size": 8, "alone": "", "device": "cuda", "gpus": 1}
+    run |= {"gpu": "GPU", "nccl": "2", "pinned": "", "store": "", "num_workers": ""}
+    speeds = {"bare": 100, "samples": 50, "prefetched": 98.7}
+    own = [
+        run | {"feed": feed} | dict.fromkeys(("samples_per_second", "min", "max"), n)
+        for feed, n in speeds.items()
+    ]
+    own[1] |= {"num_workers": 2, "pinned": "no", "store": "file", "alone": 70}
+    made_up(monkeypatch, tmp_path, "feeding.csv", *own)
+    assert cells(tables.feeding()) == [
+        ["the bare step", "", "", "", "100", "1.000"],
+        ["`samples`, not pinned", "file", "2", "70", "50", "0.500"],
+        ["`prefetched`", "", "", "", "99", "0.987"],
+    ]
+    own = [{"way": "alone", "devices": 1, "samples_per_second": 100, "min": 100, "max": 100}]
+    own += [own[0] | {"way": "once", "devices": n, "samples_per_second": n * 99} for n in (1, 2)]
+    old = own[0] | {"way": "once", "samples_per_second": 97, "commit": "old"}
+    made_up(monkeypatch, tmp_path, "compiled_ddp.csv", *[run | row for row in (old, *own)])
+    assert cells(tables.compiled()) == [
+        ["`alone`", "100 (1.000)", ""],
+        ["`once`", "99 (0.990)", "198 (0.990)"],
     ]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from functools import partial
 
 import pytest
@@ -390,6 +391,53 @@ def test_ddp_tuning_refuses(epoch_of_02):
         ([f"--compare={epoch_of_02.checkpoint}", "--batch-size=32"], "no such run in --compare"),
     ):
         wrong = fork("topics/ddp_tuning.py", 1, *options)
+        assert wrong.codes == [2] and message in wrong.err and not wrong.checkpoint.exists()
+
+
+# ---- feeding -------------------------------------------------------------------------------------
+
+FEEDS = ["prefetched", "samples", "batches", "resident", "batches --num-workers=1"]
+
+
+def test_who_feeds_changes_no_number(tmp_path):
+    """The same batches in the same order, from memory or from an array on the disk."""
+    reference, file = ladder.fork("02_torchrun.py", 2, "--epochs=1"), tmp_path / "images.npy"
+    for feed in (*FEEDS, f"prefetched --file={file}"):
+        done = test_topics.topic("feeding", 2, "--epochs=1", *f"--feed={feed}".split())
+        assert losses(done) == losses(reference), feed
+        assert_equal(done.state["weights"], reference.state["weights"])
+    assert file.stat().st_size == 128 + 480 * 28 * 28
+
+
+def test_a_feeder_asks_for_whole_batches_and_ends_its_thread():
+    """Seven samples are three batches of two; who leaves early leaves no thread behind."""
+    from topics.feeding import Batches, Prefetched, Resident
+
+    data = Batches(torch.arange(70).view(7, 10), torch.arange(7))
+    assert [len(part) for part in data.__getitems__([4, 2, 0])] == [3, 3]
+    threads = threading.active_count()
+    order = [3, 1, 6, 0, 2, 5, 4]
+    for feeder in (
+        Resident(data.tensors, 2, order),
+        Prefetched(data.tensors, 2, order, torch.device("cpu")),
+    ):
+        assert len(feeder) == 3
+        for _ in range(2):  # two epochs
+            found = [(images[:, 0].tolist(), labels.tolist()) for images, labels in feeder]
+            assert found == [([30, 10], [3, 1]), ([60, 0], [6, 0]), ([20, 50], [2, 5])]
+        for _ in feeder:
+            break
+        assert threading.active_count() == threads
+    with pytest.raises(IndexError):  # of the thread, handed on
+        list(Prefetched(data.tensors, 1, [0, 99], torch.device("cpu")))
+
+
+def test_feeding_refuses(tmp_path):
+    for options, message in (
+        (["--feed=fast"], "--feed: invalid choice: 'fast' (choose from prefetched, samples,"),
+        ([f"--file={tmp_path}"], f"cannot write {tmp_path}: Is a directory. Make room, or use"),
+    ):
+        wrong = fork("topics/feeding.py", 1, *options)
         assert wrong.codes == [2] and message in wrong.err and not wrong.checkpoint.exists()
 
 

@@ -1,0 +1,142 @@
+"""torch.compile and DDP on several devices: which way is the quickest? It is what fast.py does.
+
+    python benchmarks/compiled_ddp.py --model resnet50 --image-size 224 --batch-size 256
+    python benchmarks/compiled_ddp.py --devices 2 --ways once inside --rounds 3
+
+alone          the compiled step of one device: nothing is averaged
+once           one all-reduce after the backward pass, by average() of topics/fast.py
+inside         DDP(compile(model)): the graph is cut at the borders of DDP's buckets
+outside        compile(DDP(model)): cut there as well
+inside_whole   the same two with torch._dynamo.config.optimize_ddp = False: the graph is not cut,
+outside_whole  so that all buckets leave at the end of the backward pass
+inside_view    inside_whole, and the gradients are views into the buckets
+plain          DDP(model), which nobody compiles
+
+All train on a resident batch, as the bare step of data_loading.py. Each way has processes of its
+own (models of one process would share compiled code), and the ways take turns, --rounds times. Each
+turn adds a row to results/compiled_ddp.csv.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+import data_loading  # noqa: E402
+import machine  # noqa: E402
+import scaling  # noqa: E402
+import tour  # noqa: E402
+
+import common  # noqa: E402
+from topics.fast import average  # noqa: E402
+
+WAYS = ["alone", "once", "inside", "outside", "inside_whole", "outside_whole", "inside_view"]
+WAYS += ["plain"]
+
+
+def rank_main(args: argparse.Namespace) -> None:
+    """One rank of one way: time windows of steps; rank 0 writes those of the slowest rank."""
+    device = common.take_device(int(os.environ["LOCAL_RANK"]))
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend, timeout=timedelta(seconds=300))
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = True
+    way, bf16 = args.ways[0], device.type == "cuda"
+    torch._dynamo.config.optimize_ddp = not way.endswith(("_whole", "_view"))
+    torch.manual_seed(0)  # all ranks have the same weights
+    model = common.build_model(args).to(device, memory_format=torch.channels_last)[1:].train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9, fused=True)
+    images, labels = data_loading.resident_batch(args, device, floats=True)
+    forward = model
+    if way.startswith("outside"):
+        forward = torch.compile(DDP(model))
+    elif way == "plain":
+        forward = DDP(model)
+    else:
+        forward = torch.compile(model)
+        if way.startswith("inside"):
+            forward = DDP(forward, gradient_as_bucket_view=way == "inside_view")
+    seconds = []
+    for window in range(args.windows + 1):
+        dist.barrier()
+        common.seconds_since(0, device)
+        start = time.perf_counter()
+        for _ in range(args.steps if window else 5):
+            optimizer.zero_grad()
+            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                loss = F.cross_entropy(forward(images), labels)
+            loss.backward()
+            if way == "once":
+                average(model)
+            optimizer.step()
+        seconds.append(common.seconds_since(start, device))
+    slowest = torch.tensor(seconds[1:], device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    if dist.get_rank() == 0:
+        images_done = args.steps * args.batch_size * dist.get_world_size()
+        speeds = [images_done / some for some in slowest.tolist()]
+        row = {"precision": "bf16" if bf16 else "fp32", "device": device.type, "backend": backend}
+        row |= {"windows": len(speeds), "samples_per_second": round(statistics.median(speeds), 2)}
+        row |= {"min": round(min(speeds), 2), "max": round(max(speeds), 2)}
+        Path(args.json).write_text(json.dumps(row))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--devices", type=int, nargs="+", default=[common.gpu_count() or 2])
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    parser.add_argument("--model", default="small")
+    parser.add_argument("--image-size", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=64, help="of each rank")
+    parser.add_argument("--steps", type=int, default=40, help="of a window")
+    parser.add_argument("--windows", type=int, default=3, help="measured, after one to warm up")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for one way")
+    parser.add_argument("--csv", type=Path, default=ROOT / "results" / "compiled_ddp.csv")
+    parser.add_argument("--json", help=argparse.SUPPRESS)  # a rank: where the times go
+    args = parser.parse_args()
+    args.channels = 3
+    if args.json:
+        return rank_main(args)
+    tour.end_like_ctrl_c()
+    failed = False
+    for devices in args.devices:
+        for way in args.ways * args.rounds:
+            if way == "alone" and devices > 1:
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+                command += [f"--nproc-per-node={devices}", __file__, f"--json={folder}/row"]
+                command += [f"--ways={way}", f"--model={args.model}", f"--steps={args.steps}"]
+                command += [f"--image-size={args.image_size}", f"--batch-size={args.batch_size}"]
+                command += [f"--windows={args.windows}"]
+                wrong = scaling.run(command, {}, args.timeout)
+                found = {} if wrong else json.loads(Path(folder, "row").read_text())
+            words = f"{way} on {devices}: "
+            print(words + (wrong or f"{found['samples_per_second']:.0f} samples/s"), flush=True)
+            if wrong:
+                failed = True
+                continue
+            row = {"way": way, "devices": devices, "model": args.model}
+            row |= {"image_size": args.image_size, "per_rank_batch": args.batch_size}
+            scaling.append(args.csv, row | found | machine.describe())
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
