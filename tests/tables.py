@@ -209,8 +209,8 @@ def loading():
     if not (RESULTS / "data_loading.jsonl").is_file():
         return "Not measured yet.\n"
     lines = (RESULTS / "data_loading.jsonl").read_text().splitlines()
-    rows = pd.DataFrame(map(json.loads, lines)).fillna({"script": "00_single_gpu.py"})
-    rows = rows.fillna({"options": ""})
+    old = {"script": "00_single_gpu.py", "options": ""}  # of rows that do not say it
+    rows = pd.DataFrame([old | json.loads(line) for line in lines])
     work, cells = ["script", "options", "model", "image_size", "batch_size", "num_workers"], []
     for row in rows[~rows.duplicated([*work, "gpu"], keep="last")].to_dict("records"):
         how = f"`{row['script']}` {row['options']}".strip()
