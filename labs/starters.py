@@ -29,6 +29,7 @@ MARK = "LABS_RUN"  # in the environment of all that run() starts
 CPU = {"CUDA_VISIBLE_DEVICES": ""}  # env of runs whose numbers are compared bit for bit
 REFRESH = "python labs/starters.py --write"
 ends = float("inf")  # time.monotonic() at which the runner's limit is over
+running = {}  # mark: the process that run() has started
 
 
 @dataclass
@@ -116,7 +117,9 @@ def run(
     if limit <= 0:
         return Run(None, "", "", True)
     mark = str(uuid.uuid4())
-    launcher = r"(WORLD_SIZE|RANK|MASTER_\w+|LOCAL_\w+|GROUP_\w+|ROLE_\w+|(TORCHELASTIC|SLURM_)\w+)$"
+    launcher = (
+        r"(WORLD_SIZE|RANK|MASTER_\w+|LOCAL_\w+|GROUP_\w+|ROLE_\w+|(TORCHELASTIC|SLURM_)\w+)$"
+    )
     environ = {k: v for k, v in os.environ.items() if not re.match(launcher, k)}
     path = [Path(sys.executable).parent, environ.get("PATH", "")]
     environ |= {"PATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1", MARK: mark}
@@ -136,6 +139,7 @@ def run(
                 )
             except OSError as error:
                 return Run(127, "", f"{command[0]}: {error.strerror}", False)
+        running[mark] = process
         deadline = time.monotonic() + limit
         try:
             while process.poll() is None and time.monotonic() < deadline:
@@ -145,6 +149,7 @@ def run(
             code = process.poll()
         finally:
             end(process, mark)
+            del running[mark]
         return Run(code, text_of(out), text_of(err), code is None)
 
 
@@ -184,6 +189,12 @@ def end(process: subprocess.Popen, mark: str) -> None:
     process.wait()
 
 
+def end_all() -> None:
+    """Kill all that run() has started: the runner is told to end."""
+    for mark, process in list(running.items()):
+        end(process, mark)
+
+
 def why(run: Run, script: str = "starter.py") -> str:
     """Return in one line why a run failed: the error, and where in the learner's file."""
     if run.timed_out:
@@ -194,6 +205,21 @@ def why(run: Run, script: str = "starter.py") -> str:
     errors = said or re.findall(kinds, run.err, re.M) or run.err.strip().splitlines()[-1:]
     place = f" ({script} line {lines[-1]})" if lines and not said else ""
     return (errors[-1] if errors else f"exit code {run.code}, without a word") + place
+
+
+def distance(one: Path, other: Path) -> float | None:
+    """Return the largest difference of two checkpoints' weights: 0.0 is bit for bit equal.
+
+    None: one of them cannot be read, or the models differ.
+    """
+    code = """if True:
+        import sys, torch
+        a, b = (torch.load(f, "cpu", weights_only=True)["weights"] for f in sys.argv[1:])
+        assert a.keys() == b.keys()
+        print(max((a[k] - b[k]).abs().max().item() for k in a))
+    """
+    done = run([sys.executable, "-c", code, one, other], ROOT, 60)
+    return None if done.code else float(done.out)
 
 
 def checked(work: Path, limit: float, *words: str, script: str = "starter.py", nproc: int = 2):
