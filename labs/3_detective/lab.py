@@ -131,7 +131,7 @@ def check(work, learner, answers):
     for name, answer in answers.items():
         case, what = name.rsplit("_", 1)
         if what == "line":
-            passed = answer in where[case]
+            passed = str(answer) in map(str, where[case])
         elif what == "cause":
             passed = sealed(answer) == causes[case]
         else:
