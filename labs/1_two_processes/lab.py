@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from labs.starters import CPU, ROOT, Result, checked, distance, patched, run, why
+from labs.starters import CPU, ROOT, Result, checked, distance, header, patched, run, why
 
 TITLE, MINUTES, LIMIT = "One process to two", 45, 240
 FAILS = "only one process has trained"
@@ -22,13 +22,7 @@ SMALL = ["--nproc=2", "--epochs=2", "--dataset=fake:96", "--image-size=8", "--ba
 
 EDITS = [
     (
-        '''"""Rung 00: one process, one device. The baseline: every later file is this one plus its lesson.
-
-One device (a GPU if there is one):  python 00_single_gpu.py
-A larger job:                        python 00_single_gpu.py --dataset fake --model resnet50
-"""
-
-''',
+        header("00_single_gpu.py") + "\n",
         '''"""Lab 1: make two processes of one. Do the TODOs in the order of their numbers.
 
 The task is in labs/1_two_processes/README.md. It is done when two ranks have the losses of one.
@@ -44,7 +38,8 @@ import sys
     device = common.take_device()
     common.print_start(args, device)
 """,
-        """# TODO 2: each process is told its rank, and takes the device of that number. It joins the group.
+        """\
+# TODO 2: each process is told its rank, takes the device of that number and joins the group.
 # One of them prints the start line.
 def main(args):
     device = common.take_device()
@@ -73,8 +68,8 @@ def main(args):
     ),
     (
         "        sums[2:] = common.evaluate(model, test_loader, device)\n",
-        "        # TODO 7: evaluate the model itself, not its wrapper. The sums are of one rank: they\n"
-        "        # must be those of all. Then one rank saves and prints.\n"
+        "        # TODO 7: evaluate the model itself, not its wrapper. The sums are of one rank:\n"
+        "        # they must be those of all. Then one rank saves and prints.\n"
         "        sums[2:] = common.evaluate(model, test_loader, device)\n",
     ),
     (
@@ -104,7 +99,7 @@ HINTS = [
     "rule that is broken, with the line. python labs/check.py --explain RULE says what it means.",
     "Print, in each process: its rank, the first labels of its first batch, the sum of a weight "
     "after the first step. The labels must differ, the sums must not.",
-    "topics/ddp_by_hand.py shows what DDP does in three lines. What you need is DistributedSampler, "
+    "topics/ddp_by_hand.py shows what DDP does in three lines. You need DistributedSampler, "
     "DistributedDataParallel, dist.all_reduce and, at the start, mp.spawn with MASTER_ADDR and "
     "MASTER_PORT in os.environ.",
 ]

@@ -16,7 +16,7 @@ import checks
 import common
 
 
-# TODO 2: each process is told its rank, and takes the device of that number. It joins the group.
+# TODO 2: each process is told its rank, takes the device of that number and joins the group.
 # One of them prints the start line.
 def main(args):
     device = common.take_device()
@@ -57,8 +57,8 @@ def main(args):
             sums[0] += loss.detach() * len(labels)
             sums[1] += len(labels)
         seconds = common.seconds_since(start, device)
-        # TODO 7: evaluate the model itself, not its wrapper. The sums are of one rank: they
-        # must be those of all. Then one rank saves and prints.
+        # TODO 7: evaluate the model itself, not its wrapper. The sums are of one rank:
+        # they must be those of all. Then one rank saves and prints.
         sums[2:] = common.evaluate(model, test_loader, device)
         checks.loss_is_finite(args, epoch, sums)
         common.save_checkpoint(args, epoch + 1, model, optimizer)

@@ -1,4 +1,4 @@
-"""Lab 2: six ways to start a script. The check runs each of them and compares with what you said."""
+"""Lab 2: six ways to start a script. The check runs each and compares with what you said."""
 
 import re
 from collections import Counter

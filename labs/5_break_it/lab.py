@@ -1,4 +1,4 @@
-"""Lab 5: kill a rank, spoil the checkpoint, stop and requeue. The end must be the same, bit for bit."""
+"""Lab 5: kill a rank, spoil the checkpoint, stop and requeue. The end is the same, bit for bit."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from labs.starters import CPU, ROOT, Result, distance, patched, run, why
+from labs.starters import CPU, ROOT, Result, distance, header, patched, run, why
 
 TITLE, MINUTES, LIMIT = "Break it", 60, 240
 FAILS = "no checkpoint: see TODO 1"
@@ -21,11 +21,11 @@ ENV = CPU | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see topics/crash.py
 IMPORTS = ("import os\nimport time\n", "import os\nimport signal\nimport sys\nimport time\n")
 HERE = (
     "import checks\n",
-    'sys.path.insert(0, f"{os.path.dirname(__file__)}/../../..")  # the repo\'s root\nimport checks\n',
+    'sys.path.insert(0, f"{os.path.dirname(__file__)}/../../..")\nimport checks\n',
 )
 PID = (
-    'print(f"rank {rank} of {world_size} | {device} | {len(sampler)} samples\\n", end="", flush=True)',
-    'print(f"rank {rank} of {world_size} | pid {os.getpid()}\\n", end="", flush=True)',
+    " | {device} | {len(sampler)} samples",
+    " | pid {os.getpid()}",
 )
 READ = """\
     state = common.read_checkpoint(args)
@@ -34,20 +34,12 @@ READ = """\
 SAVE = "            common.save_checkpoint(args, epoch + 1, model.module, optimizer)\n"
 LOG = "            common.log_epoch(args, epoch, sums, seconds)\n"
 JOIN = "    dist.init_process_group(backend, timeout=args.timeout)\n"
-DOC = '''"""Rung 02: the same, started by torchrun, which starts the ranks and tells each who it is.
-
-One process:                torchrun --standalone --nproc-per-node=1 02_torchrun.py
-Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 02_torchrun.py
-All GPUs:                   torchrun --standalone --nproc-per-node=gpu 02_torchrun.py
-What changed:               diff -U0 -w 01_single_node_multi_gpu.py 02_torchrun.py
-"""
-'''
 EDITS = [
-    IMPORTS,
+    ("import os\nimport time\n", "import os\nimport sys\nimport time\n"),
     HERE,
     PID,
     (
-        DOC,
+        header("02_torchrun.py"),
         '''"""Lab 5: a training that survives a dead rank, a spoilt file and the end of its time.
 
 The task is in labs/5_break_it/README.md. Each rank prints its process id: that is for kill.
@@ -56,8 +48,7 @@ The task is in labs/5_break_it/README.md. Each rank prints its process id: that 
     ),
     (
         JOIN,
-        JOIN
-        + "    # TODO 4: a signal that asks to stop (SIGTERM) must only be noted: it comes at any moment.\n",
+        JOIN + "    # TODO 4: SIGTERM asks to stop. Only note it: it comes at any moment.\n",
     ),
     (
         READ,
@@ -69,7 +60,8 @@ The task is in labs/5_break_it/README.md. Each rank prints its process id: that 
         SAVE + LOG,
         "            # TODO 1: save what a resume needs. TODO 3: keep the one before, too.\n"
         + LOG
-        + "        # TODO 4: has any rank been asked to stop? Then all leave here, with exit code 75.\n",
+        + "        # TODO 4: was any rank asked to stop? Then all leave here, with exit code 75.\n"
+        "        # Ignore SIGTERM then: torchrun sends one to the rank that leaves last.\n",
     ),
 ]
 NEWEST = '''
@@ -105,6 +97,7 @@ DONE = [
         + "        stop = torch.tensor(len(stop_requested))\n"
         "        dist.all_reduce(stop)  # all ranks: a request to one stops them all\n"
         "        if stop:\n"
+        "            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's\n"
         "            dist.destroy_process_group()\n"
         "            sys.exit(75)\n",
     ),
@@ -112,14 +105,14 @@ DONE = [
 HINTS = [
     "Do the TODOs in their order. What do you need after a restart, besides the weights? Which "
     "rank writes, which ranks read?",
-    "torchrun --max-restarts=1 starts all ranks again when one has died; kill -9 PID makes one die. "
+    "torchrun --max-restarts=1 starts all ranks again when one has died; kill -9 PID kills one. "
     "common.save_checkpoint, common.read_checkpoint and common.resume do the work of TODO 1 and 2.",
     "common.read_checkpoint ends the script where the file is spoilt: head -c 1000 FILE > SHORT "
     "makes such a file. torch.load raises an exception, which you can catch. A signal comes to one "
     "rank, at any moment; the ranks may only part where they all are.",
     "The signal handler sets a flag; after each epoch the flags are summed over the ranks "
-    "(dist.all_reduce), and all leave if the sum is not 0. Before a save, os.replace makes the last "
-    "file the one before. topics/preemption.py does it in the middle of an epoch.",
+    "(dist.all_reduce), and all leave if the sum is not 0. Before a save, os.replace the last "
+    "file by another name. topics/preemption.py does it in the middle of an epoch.",
 ]
 
 
@@ -187,7 +180,7 @@ def check(work, learner, answers):
         codes = len(re.findall(r"exitcode +: 75", done.err))
         if not sent or codes != 2 or done.timed_out:
             text = f"SIGTERM to rank {asked}: {codes} of 2 ranks ended with exit code 75"
-            return [*results, Result("stop", False, f"{text}; {why(done)}")]
+            return [*results, Result("stop", False, f"{text}: all must, after the same epoch")]
         done, second, _ = train(work, other)
         what = f"stopped after epoch {first[-1]} and put back into the queue"
         results.append(verdict("requeue", done, first + second, other, what))

@@ -4,7 +4,6 @@ The task is in labs/5_break_it/README.md. Each rank prints its process id: that 
 """
 
 import os
-import signal
 import sys
 import time
 
@@ -15,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-sys.path.insert(0, f"{os.path.dirname(__file__)}/../../..")  # the repo's root
+sys.path.insert(0, f"{os.path.dirname(__file__)}/../../..")
 import checks
 import common
 
@@ -26,7 +25,7 @@ def main(args):
     device = common.take_device(rank)
     backend = dist.get_default_backend_for_device(device)  # nccl on GPUs, gloo on the CPU
     dist.init_process_group(backend, timeout=args.timeout)
-    # TODO 4: a signal that asks to stop (SIGTERM) must only be noted: it comes at any moment.
+    # TODO 4: SIGTERM asks to stop. Only note it: it comes at any moment.
     if rank == 0:
         common.print_start(args, device)
     torch.manual_seed(args.seed)
@@ -74,7 +73,8 @@ def main(args):
         if rank == 0:
             # TODO 1: save what a resume needs. TODO 3: keep the one before, too.
             common.log_epoch(args, epoch, sums, seconds)
-        # TODO 4: has any rank been asked to stop? Then all leave here, with exit code 75.
+        # TODO 4: was any rank asked to stop? Then all leave here, with exit code 75.
+        # Ignore SIGTERM then: torchrun sends one to the rank that leaves last.
     dist.destroy_process_group()
 
 
