@@ -96,7 +96,7 @@ def readmes():
         "README.md",
         "[!.]*/README.md",
         "case_studies/*/README.md",
-        "labs/*/README.md",
+        "labs/[0-9]*/README.md",
         "docs/*.md",
     )
     return sorted({path for pattern in globs for path in ROOT.glob(pattern)})
