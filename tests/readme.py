@@ -92,7 +92,13 @@ def fresh(text):
 
 def readmes():
     """Return the paths of all documents."""
-    globs = ("README.md", "[!.]*/README.md", "case_studies/*/README.md", "docs/*.md")
+    globs = (
+        "README.md",
+        "[!.]*/README.md",
+        "case_studies/*/README.md",
+        "labs/[0-9]*/README.md",
+        "docs/*.md",
+    )
     return sorted({path for pattern in globs for path in ROOT.glob(pattern)})
 
 

@@ -1,0 +1,376 @@
+"""The labs: every starter fails for its reason, every solution passes, no wrong answer does.
+
+Here what a check runs is forked from this process, which has imported torch: see forked(). The last
+tests run labs/run.py itself, with real processes.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args
+from torch.distributed.run import parse_args as torchrun_args
+
+from labs import starters
+from labs.bugs import bench
+from ladder import ROOT
+
+LEARNER = starters.Learner("you")
+NAMES = [folder.name for folder in starters.folders()]
+load = cache(lambda name: starters.load(starters.LABS / name))
+each_lab = pytest.mark.parametrize("name", NAMES)
+
+# ---- what the checks run, in forks ---------------------------------------------------------------
+
+
+def forked_spawn(function, args=(), nprocs=1, **_):
+    mp.start_processes(function, args, nprocs, start_method="fork")
+
+
+def run_file(path, words):
+    sys.argv = [str(path), *words]
+    sys.path.insert(0, str(Path(path).parent))
+    names = {"__name__": "__main__", "__file__": str(path)}
+    exec(compile(Path(path).read_text(), str(path), "exec"), names)
+
+
+def run_rank(path, words):
+    """Do what a rank of torchrun does; say its exit code, of which elastic_launch tells one only."""
+    try:
+        run_file(path, words)
+    except SystemExit as error:
+        print(f"exitcode  : {error.code}\n", end="", file=sys.stderr, flush=True)
+        raise
+
+
+def as_python(words):
+    """Do what `python WORDS` does."""
+    torch.set_num_threads(1)
+    mp.spawn = forked_spawn
+    if words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        exec(words[1], {"__name__": "__main__"})
+    elif words[:2] == ["-m", "torch.distributed.run"]:
+        args = torchrun_args(words[2:])
+        if args.standalone:
+            args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
+        config = config_from_args(args)[0]
+        config.start_method, config.monitor_interval = "fork", 0.02
+        try:
+            elastic_launch(config, run_rank)(args.training_script, args.training_script_args)
+        except ChildFailedError as error:
+            print(str(error).replace("exitcode", "code"), file=sys.stderr)
+            sys.exit(1)
+    elif words[0].endswith("labs/check.py"):
+        bench.checker.check.__defaults__ = (bench.fork_watched, True)
+        sys.argv = words
+        sys.exit(bench.checker.main())
+    else:
+        run_file(os.path.abspath(words[0]), words[1:])
+
+
+def children():
+    text = "".join(p.read_text() for p in Path("/proc/self/task").glob("*/children"))
+    return {int(pid) for pid in text.split()}
+
+
+def forked(command, work, limit, env=None, watch=None):
+    """Stand in for starters.run(): a python command runs in a fork. Nothing of it is left."""
+    words = [str(word) for word in command]
+    if words[0] not in ("python", sys.executable):
+        return REAL_RUN(command, work, limit, env, watch)
+    out, err = (work / f".{stream}" for stream in ("out", "err"))
+    if work == ROOT:
+        out, err = (Path(os.environ["TMPDIR"]) / f"labs.{stream}" for stream in ("out", "err"))
+    before, deadline = children(), time.monotonic() + limit
+    if not (pid := os.fork()):
+        code = 1
+        try:
+            faulthandler.disable()  # pytest's would write to pytest's stderr
+            for number, path in ((0, os.devnull), (1, out), (2, err)):
+                flags = os.O_RDWR | os.O_CREAT | (os.O_TRUNC if number else 0)
+                os.dup2(os.open(path, flags), number)
+            sys.stdout, sys.stderr = (open(n, "w", closefd=False) for n in (1, 2))  # noqa: SIM115
+            os.environ.update({"OMP_NUM_THREADS": "1"} | (env or {}))
+            os.chdir(work)
+            as_python(words[1:])
+            code = 0
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    code = None
+    while code is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+        done, status = os.waitpid(pid, os.WNOHANG)
+        code = os.waitstatus_to_exitcode(status) if done else None
+        if watch:
+            watch(out.read_text())
+    while left := children() - before:
+        for one in left:
+            with contextlib.suppress(OSError):
+                os.kill(one, signal.SIGKILL)
+                os.waitpid(one, 0)
+    return starters.Run(code, out.read_text(), err.read_text(), code is None)
+
+
+REAL_RUN = starters.run
+
+
+@pytest.fixture
+def in_forks(monkeypatch):
+    """All labs run what they run in forks; what these leave behind comes to this process."""
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(starters, "run", forked)
+    for name in NAMES:
+        if hasattr(load(name), "run"):
+            monkeypatch.setattr(load(name), "run", forked)
+    yield
+    ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)
+
+
+def checked(lab, work, files, answers):
+    """Return what the lab's check says of these files and answers, in the learner's folder."""
+    for file, text in (lab.files(LEARNER) | files).items():
+        (work / file).parent.mkdir(parents=True, exist_ok=True)
+        (work / file).write_text(text)
+    begun = time.monotonic()
+    results = lab.check(work, LEARNER, answers)
+    assert results and time.monotonic() - begun < lab.LIMIT
+    return results
+
+
+def failures(results):
+    return "\n".join(f"{r.name}: {r.text}" for r in results if not r.passed)
+
+
+@each_lab
+def test_the_starter_fails_for_its_reason(name, in_forks, tmp_path):
+    lab = load(name)
+    said = failures(checked(lab, tmp_path, {}, {}))
+    assert lab.FAILS in said, said
+
+
+@each_lab
+def test_the_solution_passes(name, in_forks, tmp_path):
+    lab = load(name)
+    results = checked(lab, tmp_path, *lab.SOLUTION(LEARNER))
+    assert not failures(results), failures(results)
+
+
+def wrong(name):
+    """Return the wrong answers of a lab: those of the learner where they depend on him."""
+    lab = load(name)
+    return lab.WRONG(LEARNER) if callable(lab.WRONG) else lab.WRONG
+
+
+CASES = [pytest.param(name, one, id=f"{name}-{one[0]}") for name in NAMES for one in wrong(name)]
+
+
+@pytest.mark.parametrize("name, one", CASES)
+def test_a_wrong_answer_fails(name, one, in_forks, tmp_path):
+    """A wrong answer is the solution but for one thing."""
+    lab, (_, files, answers, words) = load(name), one
+    right_files, right_answers = lab.SOLUTION(LEARNER)
+    said = failures(checked(lab, tmp_path, right_files | files, right_answers | answers))
+    assert words in said, said
+
+
+def test_starters_are_fresh():
+    assert not starters.stale(), f"run: {starters.REFRESH}"
+
+
+@each_lab
+def test_a_rung_that_no_longer_fits_is_named(name, monkeypatch, tmp_path):
+    """Each script that a starter is made of loses its loops: the error says how to go on."""
+    made = []
+    monkeypatch.setattr(starters, "ROOT", tmp_path)
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("labs/bugs/twins/*.py"), *ROOT.glob("topics/*.py")]:
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(path.read_text())
+        made.append(copy)
+    files = load(name).files(LEARNER)
+    for copy in made:
+        copy.write_text("# another script\n")
+    if name != "2_launch_six_ways" and any("torch" in text for text in files.values()):
+        with pytest.raises(ValueError, match=re.escape(starters.REFRESH)):
+            load(name).files(LEARNER)
+
+
+def test_the_detective_is_right(in_forks, tmp_path):
+    """Who is guilty, as labs/check.py sees it, is what the sealed answers say."""
+    lab = load("3_detective")
+    right = lab.SOLUTION(LEARNER)[1]
+    for file, text in lab.files(LEARNER).items():
+        (tmp_path / file).write_text(text)
+    row = starters.checked(tmp_path, 60, script="case_1.py", nproc=3)[right["case_1_cause"]]
+    assert row["verdict"] == "broken", row
+    lines = dict(re.findall(r"rank (\d)\D+ at case_1.py:(\d+)", row["evidence"]))
+    assert len(lines) == 3, row
+    [odd] = [rank for rank, line in lines.items() if list(lines.values()).count(line) == 1]
+    assert int(odd) == right["case_1_rank"], row
+    row = starters.checked(tmp_path, 60, script="case_2.py", nproc=3)[right["case_2_cause"]]
+    clips = re.search(r"not all ranks clip: (\d) and (\d) and (\d) times", row["evidence"])
+    assert clips and clips.groups().index("1") == right["case_2_rank"], row
+    assert int(row["where"].rpartition(":")[2]) == right["case_2_line"], row
+
+
+# ---- labs/run.py ---------------------------------------------------------------------------------
+
+RUNNER = """if True:
+    import pathlib, signal, sys
+    sys.path.insert(0, {root!r})
+    from labs import run, starters
+    run.WORK, run.SLACK = pathlib.Path({work!r}), 1
+    starters.LABS = pathlib.Path({labs!r})
+    signal.signal(signal.SIGTERM, run.interrupted)
+    code = run.main()
+    assert "torch" not in sys.modules
+    sys.exit(code)
+"""
+
+
+@pytest.fixture
+def runner(tmp_path):
+    """Return a function that calls labs/run.py with a work folder of its own."""
+
+    def start(*words, labs=starters.LABS, **options):
+        names = {"root": str(ROOT), "work": str(tmp_path / "work"), "labs": str(labs)}
+        command = [sys.executable, "-c", RUNNER.format(**names), *map(str, words)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, cwd=ROOT, **pipes, **options)
+
+    def call(*words, **options):
+        process = start(*words, **options)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+    call.start, call.work = start, tmp_path / "work"
+    return call
+
+
+def test_the_way_through_a_lab(runner, tmp_path):
+    code, out, err = runner()
+    assert code == 0 and out.count("\n") == len(NAMES) + 2 and not err, err
+    code, out, _ = runner("3", "--learner", "ann")
+    assert code == 1 and "about 60 minutes" in out and "case_1_rank" in out, out
+    work = runner.work / "3_detective"
+    case, answers = work / "case_1.py", work / "answers.toml"
+    assert 'case_1_rank = ""' in answers.read_text()
+    case.write_text("mine")
+    (work / "case_2.py").unlink()
+    right = load("3_detective").SOLUTION(starters.Learner("ann"))[1]
+    answers.write_text("".join(f"{k} = {json.dumps(v)}  # so\n" for k, v in right.items()))
+    assert runner("3", "--hint")[1].startswith("hint 1 of 4") and not runner("3", "--hint")[2]
+    report = tmp_path / "report.json"
+    code, out, _ = runner("3_detective", "--json", report)
+    assert code == 0 and "9 of 9 hold" in out and "hints: 2 of 4" in out, out
+    assert case.read_text() == "mine" and (work / "case_2.py").exists()
+    seen = json.loads(report.read_text())
+    keys = re.findall(r"`(\w+)`", (ROOT / "labs" / "README.md").read_text().partition("| key |")[2])
+    assert seen.keys() <= set(keys) and seen["version"] == 1 and seen["passed"], seen.keys()
+    assert seen["tries"] == 2 and seen["learner"] == "ann" and len(seen["checks"]) == 9
+    assert "passed, tries: 2, hints: 2" in runner()[1]
+    for grader in sorted((ROOT / "labs" / "graders").glob("*.py")):
+        subprocess.run([sys.executable, grader, report], cwd=tmp_path, check=True)
+    assert json.loads((tmp_path / "result.json").read_text())["score"] == 9
+    assert len(json.loads((tmp_path / "results.json").read_text())["tests"]) == 9
+    assert (tmp_path / "junit.xml").read_text().count("<testcase") == 9
+    assert runner("3", "--reset", "--hint")[0] == 0
+    [backup] = runner.work.glob("3_detective.backup-*")
+    assert (backup / "case_1.py").read_text() == "mine" != case.read_text()
+
+
+def test_what_the_runner_refuses(runner):
+    def refused(*words):
+        code, _, err = runner(*words)
+        assert code == 2 and err.count("\n") == 1, err
+        return err
+
+    assert "no lab 77: there are 1_two_processes" in refused("77")
+    assert "which lab?" in refused("--hint")
+    assert "does not exist" in refused("3", "--json", "/no/such/folder/report.json")
+    runner("3", "--learner", "ann", "--hint")
+    assert "is of ann: --learner bob needs --reset" in refused("3", "--learner", "bob")
+    answers = runner.work / "3_detective" / "answers.toml"
+    for bad in ("case_1_rank = two", "case_9_rank = 1", "case_1_rank", "case_1_rank = 1 2"):
+        answers.write_text(f"# a comment\n{bad}\n")
+        assert "answers.toml line 2 is no answer" in refused("3")
+    (runner.work / "progress.json").write_text("{")
+    assert "progress.json cannot be read" in refused("3")
+
+
+HANGS = """
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"], start_new_session=True)
+print("started", flush=True)
+time.sleep(99)
+"""
+LAB = """
+import sys, time
+from labs.starters import Result, run
+TITLE, MINUTES, LIMIT, QUESTIONS, HINTS = "A hang", 1, 2, {{}}, []
+def files(learner):
+    return {{"starter.py": {hangs!r}}}
+def check(work, learner, answers):
+    done = run([sys.executable, "starter.py"], work, 50)
+    {then}
+    return [Result("ends", not done.timed_out, done.out)]
+"""
+
+
+def left(mark):
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            found += [path.parent.name] if mark.encode() in path.read_bytes() else []
+    return found
+
+
+@pytest.mark.parametrize("how", ["limit", "check hangs", "SIGTERM"])
+def test_the_runner_keeps_its_limit_and_leaves_nothing(how, runner, tmp_path):
+    (folder := tmp_path / "labs" / "1_hang").mkdir(parents=True)
+    (folder / "README.md").write_text("# A lab\n\nIt hangs.\n")
+    then = "time.sleep(50)" if how == "check hangs" else "pass"
+    (folder / "lab.py").write_text(LAB.format(hangs=HANGS, then=then))
+    mark, begun = f"LABS_TEST={tmp_path}", time.monotonic()
+    env = os.environ | {"LABS_TEST": str(tmp_path)}
+    process = runner.start("1", labs=folder.parent, env=env)
+    if how == "SIGTERM":
+        while len(left(mark)) < 3:
+            assert time.monotonic() - begun < 30
+            time.sleep(0.05)
+        process.terminate()
+    out, err = process.communicate(timeout=40)
+    assert not left(mark)
+    if how == "SIGTERM":
+        assert process.returncode == 128 + signal.SIGTERM and err == "run.py: ended by SIGTERM\n"
+        return
+    assert process.returncode == 1 and time.monotonic() - begun < 20
+    assert "checking, for 2 s at most" in out
+    said = (
+        "the check took more than 2 s"
+        if how == "check hangs"
+        else "NOT YET  ends             started"
+    )
+    assert said in out, out
