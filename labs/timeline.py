@@ -155,14 +155,14 @@ def analyse(ranks, steps, hung=False):
     count = min(len(rank.steps) for rank in ranks)
     first = max(0, count - 1 - steps)
     window = [(rank.steps[first], rank.steps[count - 1]) for rank in ranks]
-    hang = max((c["start"] for r in ranks for c in r.calls if "end" not in c), default=0)
+    opened = [c["start"] for r in ranks for c in r.calls if "end" not in c]
     last = max(end for _, end in window)
     zero, close = min(start for start, _ in window), last
-    if hang > last:
-        close = hang + (last - zero) / 2
+    if opened:
+        close = max(last, *opened) + (last - zero) / 2
     lanes = []
     for rank, (start, end) in zip(ranks, window, strict=True):
-        end = max(end, close) if hang > last else end
+        end = close if opened else end
         lane = {"rank": rank.number, "start": start - zero, "end": end - zero, "calls": []}
         for number, call in enumerate(rank.calls):
             same = [r.calls[number] for r in ranks if number < len(r.calls)]
@@ -209,7 +209,7 @@ def analyse(ranks, steps, hung=False):
     slowest = max(total, key=total.get) if total else None
     share = sum(lane["exposed_ms"] for lane in lanes) / sum(lane["step_ms"] for lane in lanes)
     result = {"steps": count - 1 - first, "first": first + 2, "step_ms": step}
-    result |= {"exposed_share": share, "hang": hang > last, "seconds": close - zero}
+    result |= {"exposed_share": share, "hang": bool(opened), "seconds": close - zero}
     # Ranks that are equally fast wait for each other by turns: that makes none the slowest.
     rest = max((wait for number, wait in total.items() if number != slowest), default=0)
     clear = total and total[slowest] > max(0.05 * step, 2 * rest)
@@ -224,7 +224,9 @@ def sentences(result):
         f"Steps {result['first']} to {last}: {result['step_ms']:.1f} ms a step, of which"
         f" {result['exposed_share']:.0%} is communication that nothing hides."
     ]
-    if result["slowest"] is not None:
+    if result["hang"]:
+        found = [f"After step {last} it hangs; the times are not those of steps."]
+    elif result["slowest"] is not None:
         number = result["slowest"]
         waits = result["waited_ms"][number]
         others = "each other rank waits" if len(lanes) > 2 else "the other waits"
@@ -324,7 +326,7 @@ def svg(result):
         "</pattern></defs>"
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 20} {y + 12}"'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 50} {y + 12}"'
         f' font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
         f"{hatch}{''.join(parts)}</svg>\n"
     )

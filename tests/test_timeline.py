@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "labs"))
 
+import slides  # noqa: E402
 import timeline  # noqa: E402
 
 import ladder  # noqa: E402,F401  imports what the forked ranks need
@@ -102,7 +103,7 @@ def test_hidden_and_exposed_of_known_times():
 
 def test_a_hang_is_drawn(tmp_path):
     here = "if step == 5 and rank == 0: dist.barrier()\n    if step == 5 and rank: time.sleep(60)"
-    ranks, ended, _ = recorded(tmp_path, here, nproc=2, steps=5, timeout=8)
+    ranks, ended, _ = recorded(tmp_path, here, nproc=2, steps=5, timeout=6)
     assert ended == "timeout"
     result = timeline.analyse(ranks, 5, hung=True)
     said = " ".join(timeline.sentences(result))
@@ -164,3 +165,46 @@ def test_wrong_use_is_one_line(words, said, capsys, monkeypatch):
     with pytest.raises(SystemExit) as end:
         timeline.parse_args(words)
     assert end.value.code == 2 and said in capsys.readouterr().err
+
+
+# ---- the slides ----------------------------------------------------------------------------------
+
+
+def test_slides_are_fresh():
+    assert slides.PAGES.read_text() == slides.make(), "run: python labs/slides.py --write"
+    text = slides.PAGES.read_text()
+    assert text.count("<section>") == 6
+    for name in ("01_single_node_multi_gpu.py", "02_torchrun.py", "03_multinode.py"):
+        assert name == "01_single_node_multi_gpu.py" or slides.shown(slides.lines_of(name)) in text
+        for line in slides.lines_of(name):
+            assert line[0] == "@" or slides.html.escape(line) in text
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+@pytest.mark.skipif(not BROWSER, reason="needs chromium")
+def test_slides_fit_and_print_as_six_pages(tmp_path):
+    look = """<script>
+      const all = [...document.querySelectorAll("section")].map(e => [e.scrollHeight,
+        e.clientHeight, e.scrollWidth, e.clientWidth]);
+      document.documentElement.textContent = JSON.stringify(all);
+    </script>"""
+    page, printed = tmp_path / "slides.html", tmp_path / "slides.pdf"
+    page.write_text(slides.PAGES.read_text() + look)
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1300,720"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}"]
+    dump = [*command, "--dump-dom", page.as_uri()]
+    done = subprocess.run(dump, capture_output=True, text=True, timeout=60)
+    for height, most, width, widest in json.loads(re.search(r"\[\[.*\]\]", done.stdout)[0]):
+        assert height <= most and width <= widest
+    pdf = [*command, "--no-pdf-header-footer", f"--print-to-pdf={printed}"]
+    subprocess.run([*pdf, slides.PAGES.as_uri()], capture_output=True, timeout=60, check=True)
+    assert len(re.findall(rb"/Type\s*/Page\b", printed.read_bytes())) == 6
+
+
+def test_teaching_names_rows_of_the_bench():
+    text = (ROOT / "labs" / "TEACHING.md").read_text()
+    rows = {line.partition(",")[0] for line in (ROOT / "results" / "bugs.csv").open()}
+    table = text.partition("## Wrong answers")[2].partition("## Grading")[0]
+    named = re.findall(r"\| (`[a-z-]+`(?:, `[a-z-]+`)*) \|", table)
+    assert len(named) >= 10
+    assert {name.strip("`") for cell in named for name in cell.split(", ")} <= rows

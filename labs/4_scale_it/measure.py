@@ -22,19 +22,20 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 sys.path.insert(0, f"{os.path.dirname(os.path.abspath(__file__))}/../../..")  # the repo's root
 import common
 
-BATCH, ROUNDS = 96, 8
+BATCH, ROUNDS = 96, 15
 
 
-def quickest(what, device):
-    """Return the seconds of the quickest of some calls, after two to warm up."""
-    seconds = []
-    for _ in range(ROUNDS + 2):
-        if dist.is_initialized():
-            dist.barrier()
-        start = time.perf_counter()
-        what()
-        seconds.append(common.seconds_since(start, device))
-    return min(seconds[2:])
+def quickest(device, *calls):
+    """Return the quickest time of each call, in seconds. They take turns, to be fair."""
+    seconds = [[] for _ in calls]
+    for _ in range(ROUNDS):
+        for call, row in zip(calls, seconds, strict=True):
+            if dist.is_initialized():
+                dist.barrier()
+            start = time.perf_counter()
+            call()
+            row.append(common.seconds_since(start, device))
+    return [min(row) for row in seconds]
 
 
 def step_of(args, model, batch, device, alone=False):
@@ -63,17 +64,20 @@ def main():
     model = common.build_model(args).to(device)
     size = sum(p.numel() for p in model.parameters()) * 4  # bytes of the gradients
     if ranks == 1:
-        found = {"bytes": size, "whole": quickest(step_of(args, model, BATCH, device), device)}
-        found["half"] = quickest(step_of(args, model, BATCH // 2, device), device)
+        steps = [step_of(args, model, batch, device) for batch in (BATCH, BATCH // 2)]
+        found = {"bytes": size}
+        found["whole"], found["half"] = quickest(device, *steps)
     else:
         backend = dist.get_default_backend_for_device(device)
         dist.init_process_group(backend, timeout=timedelta(seconds=60))
         small, large = torch.zeros(256, device=device), torch.zeros(size // 4, device=device)
-        found = {"small_bytes": 1024, "small": quickest(lambda: dist.all_reduce(small), device)}
-        found |= {"large_bytes": size, "large": quickest(lambda: dist.all_reduce(large), device)}
+        found = {"small_bytes": 1024, "large_bytes": size}
+        found["small"], found["large"] = quickest(
+            device, lambda: dist.all_reduce(small), lambda: dist.all_reduce(large)
+        )
         ddp = DDP(model)
-        found["apart"] = quickest(step_of(args, ddp, BATCH // ranks, device, alone=True), device)
-        found["together"] = quickest(step_of(args, ddp, BATCH // ranks, device), device)
+        steps = [step_of(args, ddp, BATCH // ranks, device, alone) for alone in (True, False)]
+        found["apart"], found["together"] = quickest(device, *steps)
         dist.destroy_process_group()
     if rank == 0:
         file = Path("measured.json")

@@ -43,7 +43,11 @@ if __name__ == "__main__":
     net = (two[name] for name in ("small_bytes", "small", "large_bytes", "large"))
     alpha, beta = alpha_and_beta(*net, 2)
     print(f"alpha {alpha * 1e6:.1f} microseconds | {1 / beta / 1e9:.2f} GB/s")
-    print(f"never faster than {one['whole'] / serial_part(one['whole'], one['half']):.1f} times")
+    serial = serial_part(one["whole"], one["half"])
+    if serial > 0:
+        print(f"never faster than {one['whole'] / serial:.1f} times")
+    else:
+        print("half a batch took less than half of the time: something else ran; measure again")
     for ranks in (2, 4, 8):
         seconds = step(ranks, one["whole"], one["half"], one["bytes"], alpha, beta)
         print(f"{ranks} ranks: predicted speedup {one['whole'] / seconds:.2f}")
