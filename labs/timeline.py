@@ -49,6 +49,8 @@ def read(folder):
     for file in folder.glob("*.jsonl"):
         rank, calls = Rank(0), {}
         for line in file.read_text().splitlines():
+            if not line.endswith("}"):  # it is being written
+                continue
             event = json.loads(line)
             kind = event.pop("e")
             if kind == "rank":
