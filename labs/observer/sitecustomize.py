@@ -1,7 +1,8 @@
 """Python imports this file when it starts, because labs/check.py put its folder on PYTHONPATH.
 
-It waits for `import torch` and then runs hooks/watch.py. It imports nothing that Python has not
-loaded by now, and is alone in its folder: another module here could hide one of the script's.
+It waits for `import torch` and then runs hooks/watch.py, or the hooks that CHECK_HOOKS names. It
+imports nothing that Python has not loaded by now, and is alone in its folder: another module here
+could hide one of the script's.
 """
 
 import os
@@ -29,8 +30,9 @@ class AfterTorch:
 
 
 def watch():
-    """Run hooks/watch.py as a module of a name that nobody else has."""
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hooks", "watch.py")
+    """Run the hooks as a module of a name that nobody else has."""
+    name = os.environ.get("CHECK_HOOKS", "watch.py")
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hooks", name)
     module = type(sys)("_labs_check_watch")
     module.__file__ = path
     sys.modules[module.__name__] = module

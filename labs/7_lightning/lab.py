@@ -1,0 +1,135 @@
+# ruff: noqa: E501  the edits of a rung are as long as its lines
+"""Lab 7: rung 04 with one fault, and who does what in Lightning."""
+
+import json
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from labs.starters import CPU, ROOT, Result, patched, run, sealed, why
+
+TITLE, MINUTES, LIMIT = "Lightning: what it did for you", 45, 180
+FAILS = "not the numbers of 02"
+WHO = "'lightning' or 'you'"
+QUESTIONS = {
+    "set_epoch": f"who calls sampler.set_epoch() in 04? {WHO}",
+    "wrap": f"who wraps the model in DDP? {WHO}",
+    "zero_grad": f"who calls zero_grad, backward and step? {WHO}",
+    "test_shard": f"who gives each rank its share of the test set, each image once? {WHO}",
+    "batch_split": f"who divides --batch-size by the number of ranks? {WHO}",
+    "sums": f"who says that the metrics are sums over all ranks, not a mean of means? {WHO}",
+    "launch": f"who starts the second process of python 04_lightning.py? {WHO}",
+    "buffers": f"who sends batch norm's statistics of rank 0 before the evaluation? {WHO}",
+}
+SEALS = {
+    "set_epoch": "07bd86c99700644b",
+    "wrap": "15ccc51bfd1a5dbf",
+    "zero_grad": "352cda1261c41b43",
+    "test_shard": "e295936449d62bc7",
+    "batch_split": "a14f429cf6a21ee1",
+    "sums": "aa5a10de48021630",
+    "launch": "cf93d040f181fc5b",
+    "buffers": "0f8bcf375f6839f4",
+}
+HINTS = [
+    "Run 02_torchrun.py and starter.py with the same options and two processes. Which numbers of "
+    "the epochs' lines differ: the loss, the accuracy, the samples per second?",
+    "Both take --log-json FILE. Compare train_loss, test_accuracy and test_samples.",
+    "test_samples of two ranks is the sum over both. Twice as many, or half: the test set's share "
+    "or the sum. Equal, but another loss: how large is the batch of a rank?",
+    "diff 04_lightning.py labs/work/7_lightning/starter.py shows what is not the rung's.",
+]
+SMALL = ["--dataset=fake:100", "--image-size=8", "--batch-size=32", "--epochs=2", "--lr=0.01"]
+HEAD = [
+    (
+        "import time\nfrom pathlib import Path\n",
+        "import sys\nimport time\nfrom pathlib import Path\n",
+    ),
+    (
+        "import checks\n",
+        'sys.path.insert(0, f"{Path(__file__).resolve().parent}/../../..")  # the repo\'s root\n'
+        "import checks\n",
+    ),
+]
+FAULTS = {
+    "whole": (
+        "        share = range(self.trainer.global_rank, len(self.test_set), self.trainer.world_size)\n",
+        "        share = range(len(self.test_set))\n",
+    ),
+    "alone": ('"sync_dist": True', '"sync_dist": False'),
+    "batch": ("self.args.per_rank_batch", "self.args.batch_size"),
+}
+
+
+def files(learner):
+    fault = learner.pick("fault", FAULTS)
+    text = patched("04_lightning.py", [*HEAD, FAULTS[fault]])
+    head = '''"""Lab 7: rung 04 with one fault. It trains on two processes, and its numbers are not those of 02.
+
+The task is in labs/7_lightning/README.md. torchrun --standalone --nproc-per-node=2 starter.py
+"""
+'''
+    return {"starter.py": head + text.partition('"""\n')[2]}
+
+
+runs = {}  # text: what train() has returned
+
+
+def train(script):
+    """Return what a script logs on two ranks: (run, epochs)."""
+    if (key := script.read_text()) not in runs:
+        with TemporaryDirectory(prefix="lab-") as folder:
+            log = Path(folder) / "log.json"
+            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+            command = [sys.executable, *torchrun, script.name, *SMALL, f"--log-json={log}"]
+            done = run(command, script.parent, 80, CPU)
+            text = log.read_text() if log.exists() else ""
+            runs[key] = done, [json.loads(line) for line in text.splitlines()]
+    return runs[key]
+
+
+def check(work, learner, answers):
+    script = work / "starter.py"
+    done, epochs = train(script)
+    _, wanted = train(ROOT / "02_torchrun.py")
+    if done.code != 0 or len(epochs) != len(wanted):
+        text = why(done) if done.code else f"{len(epochs)} lines in --log-json, not {len(wanted)}"
+        return [Result("two ranks", False, text)]
+    results = []
+    for name in ("train_loss", "test_accuracy", "test_samples"):
+        pairs = [(a[name], b[name]) for a, b in zip(epochs, wanted, strict=True)]
+        same = all(abs(a - b) <= 1e-4 * max(1, abs(b)) for a, b in pairs)
+        text = ", ".join(f"{a:.6g} (02: {b:.6g})" for a, b in pairs)
+        results.append(Result(name, same, text if same else f"{text}: not the numbers of 02"))
+    if not all(result.passed for result in results):
+        return results
+    for name, seal in SEALS.items():
+        said = answers.get(name)
+        good = sealed(f"{name} {said}") == seal
+        text = (
+            f"{said}" if good else f"{said!r} is not it: find the line of 03 in 04, if it is there"
+        )
+        results.append(Result(name, good, text))
+    return results
+
+
+def SOLUTION(learner):
+    answers = {
+        name: who
+        for name, seal in SEALS.items()
+        for who in ("lightning", "you")
+        if sealed(f"{name} {who}") == seal
+    }
+    text = patched("04_lightning.py", HEAD)
+    return {"starter.py": text}, answers
+
+
+def broken(fault):
+    return {"starter.py": patched("04_lightning.py", [*HEAD, FAULTS[fault]])}
+
+
+WRONG = [
+    *((name, broken(name), {}, FAILS) for name in FAULTS),
+    ("Lightning shards all", {}, {"test_shard": "lightning"}, "test_shard"),
+    ("nobody calls set_epoch", {}, {"set_epoch": "you"}, "set_epoch"),
+]
