@@ -187,14 +187,29 @@ def test_fast(reference):
     assert wrong.codes == [2, 2] and "--without ddp is for one process" in wrong.err
 
 
+COMPILED = r"^measured (.*) of \S+ MiB of weights in (\d+) graphs, (\d+) graph breaks, expected"
+
+
 @pytest.mark.parametrize("order", ["inside", "outside", "once"])
 def test_compile(order, reference):
-    """Equal numbers and names in each order. Only around DDP the graph breaks."""
+    """Equal numbers and names in each order. Around DDP the graph breaks, and no weight is in."""
     done = topic("compile", 2, *TWO, f"--order={order}", "--backend=aot_eager")
     assert_same(done, reference)
-    graphs, breaks = map(int, re.search(r"(\d+) graphs, (\d+) graph breaks", done.out).groups())
-    assert graphs > 0 and (breaks > 0) == (order == "outside")
+    pieces, graphs, breaks = re.search(COMPILED, done.out, re.M).groups()
+    assert graphs == "1" and (breaks != "0") == (order == "outside")
+    assert pieces == ("0.0" if order == "outside" else "0.4")
     assert list(done.state["weights"]) == list(reference.state["weights"])
+
+
+@pytest.mark.parametrize("order", ["inside", "whole"])
+def test_compile_is_cut_at_the_buckets(order):
+    """A layer of 1.2 MiB fills a first bucket with what is behind it."""
+    wider = changed(lambda model: model.extend([torch.nn.Linear(10, 30_000)]))
+    options = ["--epochs=1", *TINY, f"--order={order}", "--backend=aot_eager"]
+    pieces, _, breaks = re.search(
+        COMPILED, topic("compile", 2, *options, before=wider).out, re.M
+    ).groups()
+    assert pieces == ("1.3" if order == "whole" else "0.1 + 1.3") and breaks == "0"
 
 
 def test_fsdp(reference, tmp_path):
