@@ -4,7 +4,7 @@ inside     DDP(torch.compile(model)): torch's DDPOptimizer cuts the graph at DDP
            bucket leaves while the rest of the backward pass computes; no kernel spans a cut
 whole      the same with torch._dynamo.config.optimize_ddp = False: one graph, so one call hands
            over all gradients at its end, and nothing hides the all-reduces
-outside    torch.compile(DDP(model)): cut at the buckets as well, and graph breaks in DDP's own code.
+outside    torch.compile(DDP(model)): cut at the buckets as well, and broken in DDP's own code.
            What is called behind a break is compiled where it is the user's code: nn.Sequential is
            torch's, so nothing of the small and the wide model is, and no word is said of it
 once       no DDP: one graph, and one all-reduce after the whole backward pass
@@ -39,7 +39,6 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
 import checks
 import common
-
 
 ORDERS = {
     "inside": "a cut at each of DDP's buckets (1 MiB, then 25 each)",
