@@ -91,7 +91,7 @@ def main(args):
         print(f"{text}, the wait for the slowest rank included", flush=True)
         off = abs(found["sync_dist"] - correct / tested)
         checks.conclude(
-            f"an accuracy of {found['sync_dist']:.3%} with sync_dist, {correct / tested:.3%} by sums",
+            f"accuracy {found['sync_dist']:.3%} with sync_dist, {correct / tested:.3%} by sums",
             "the same where all shards are equally large",
             "the mean over the ranks is not exact" if off > 1e-6 else "the shards are equal here",
         )
