@@ -258,6 +258,26 @@ def test_fsdp(reference, tmp_path):
         assert refused.codes == [2] and line in refused.err and "Traceback" not in refused.err
 
 
+def test_fsdp_in_bfloat16_with_batch_norm():
+    """Its weights stay in float32, or it would be refused: mixed dtypes."""
+    norm = changed(lambda model: model.insert(2, torch.nn.BatchNorm2d(16)))
+    done = topic("fsdp", 2, "--epochs=1", *TINY, "--param-dtype=bfloat16", before=norm)
+    assert 0 < done.epochs[0]["train_loss"] < 5
+
+
+def test_lightning_fsdp(reference, tmp_path):
+    """The numbers of 02, and half of the states on each of two ranks."""
+    options = ["--devices=2", "--checkpoint="]
+    done = topic("lightning_fsdp", 2, *TWO, *options)
+    for ours, theirs in zip(done.epochs, reference.epochs, strict=True):
+        assert ours["train_loss"] == pytest.approx(theirs["train_loss"], abs=5e-5)
+        assert ours["test_accuracy"] == theirs["test_accuracy"]
+    local, total = re.search(r"^measured (\d+) of (\d+) numbers", done.out, re.M).groups()
+    assert int(local) == int(total) / 2
+    topic("lightning_fsdp", 2, "--epochs=1", "--devices=2", folder=tmp_path)
+    assert (tmp_path / "checkpoint.pt").is_dir()
+
+
 def test_fsdp_is_killed_while_it_saves(tmp_path):
     """The folder of the epoch before is whole, and the next run resumes from it."""
 

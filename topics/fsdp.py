@@ -113,7 +113,7 @@ def main(args):
     else:
         whole = common.build_model(args).state_dict() if rank == 0 else {}
         send = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(model, whole, options=send)  # all ranks: take shards from rank 0
+        set_model_state_dict(model, whole, options=send)  # tensor by tensor
         del whole
     start_epoch = state["epochs"]
     checks.same_on_all_ranks(args, start_epoch)  # all ranks: refuses different options or epochs

@@ -2,7 +2,7 @@
 
 Lightning makes the ranks and a device mesh. configure_model() shards the model: a rank keeps 1/N of
 weights, gradients and momentum. (--strategy fsdp is FSDP1, which torch has for GPUs only.)
-A checkpoint is a folder then, to which each rank writes its shard.
+With --checkpoint each rank writes its shard to a folder; this script does not resume from it.
 Standalone (no diff to show): it is a subclass of rung 04's Classifier.
 
 Two processes on the CPU:   python -m topics.lightning_fsdp
