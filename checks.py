@@ -403,6 +403,13 @@ def ignore_signals(worker: int) -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
+def conclude(measured: str, expected: str, therefore: str) -> None:
+    """Print the last line of a topic, on rank 0: what this run has shown."""
+    if rank() == 0:
+        text = f"measured {measured}, expected {expected}, therefore {therefore}"
+        print(f"{text}\n", end="", flush=True)
+
+
 # ---- Lightning -----------------------------------------------------------------------------------
 
 # No notes on how it starts. At import, not in a function: what ddp_spawn starts imports this too.

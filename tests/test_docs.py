@@ -1,8 +1,10 @@
 """What the READMEs and headers say is true: commands, paths, tables, and the laws of the ladder."""
 
 import difflib
+import inspect
 import json
 import os
+import pkgutil
 import re
 import runpy
 import shlex
@@ -15,7 +17,10 @@ from pathlib import Path
 import pytest
 import readme
 import tables
+import torch
+from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser
+from torch.nn.parallel import DistributedDataParallel
 
 import pairs
 from ladder import fork
@@ -241,6 +246,43 @@ def test_troubleshooting_quotes_exist(message):
 def test_default_timeout_is_the_documented_one():
     (seconds,) = re.findall(r'"--timeout".*default="(\d+)"', (ROOT / "common.py").read_text())
     assert f"`--timeout` ({seconds} s)" in TROUBLESHOOTING
+
+
+RENAMED = (ROOT / "docs" / "renamed.md").read_text()
+
+
+def looked_up(name):
+    """Return what a dotted name of the table means in the installed torch."""
+    return pkgutil.resolve_name(re.sub(r"^dist\b", "torch.distributed", name))
+
+
+def test_renamed_names_are_those_of_torch():
+    """Old names exist and say that they are deprecated; new ones exist. torch 2.13 and newer."""
+    if not hasattr(torch.distributed, "all_gather_single"):
+        pytest.skip("an older torch")
+    rows = re.findall(r"^\| `(\S+)` \| warns \| `(\S+)`", RENAMED, re.MULTILINE)
+    assert len(rows) >= 9
+    for old, new in rows:
+        if new == "torchrun":
+            assert "deprecated" in inspect.getsource(looked_up(old))
+            continue
+        if old.startswith("DDP("):
+            parameters = inspect.signature(DistributedDataParallel).parameters
+            assert {"broadcast_buffers", new} <= parameters.keys()
+            continue
+        thing = looked_up(old)
+        marked = getattr(thing, "__deprecated__", getattr(thing.__init__, "__deprecated__", ""))
+        assert "deprecated" in marked, old
+        assert callable(looked_up(new)), new
+
+
+def test_new_options_are_those_of_torchrun():
+    usage = get_args_parser().format_help()
+    if "--virtual-local-rank" not in usage:
+        pytest.skip("an older torch")
+    options = re.findall(r"^\| `(--\S+)` \|", RENAMED, re.MULTILINE)
+    assert len(options) == 4 and all(option in usage for option in options)
+    assert "30" in inspect.getsource(LaunchConfig.__post_init__)  # the default of one of them
 
 
 def test_every_folder_and_every_topic_is_linked():

@@ -17,6 +17,15 @@ import pairs
 from ladder import ROOT, changed, fork, launch, only
 
 TWO = ["--epochs=2"]
+APART = ("fast", "standalone")
+# How each topic ends on rank 0. topic() looks for it in what the tests run.
+CONCLUSION = r"^measured .*\d.*, expected \S.*, therefore \S.*$"
+
+
+def test_each_topic_concludes():
+    """fast.py is measured by a benchmark, and standalone.py is a file to copy."""
+    for path in set(ROOT.glob("topics/[!_]*.py")) - {ROOT / f"topics/{x}.py" for x in APART}:
+        assert path.read_text().count("checks.conclude(") == 1, path
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +37,7 @@ def reference():
 def topic(name, world_size, *options, **more):
     done = fork(f"topics/{name}.py", world_size, *options, **more)
     assert done.codes == [0] * world_size, done.err
+    assert name == "fast" or re.search(CONCLUSION, done.out, re.M), done.out
     return done
 
 
@@ -56,13 +66,15 @@ def test_ddp_by_hand_needs_the_average(reference):
     )
     first, second = (weights["1.weight"] for weights in alone.weights)
     assert not torch.equal(first, second)
+    assert "therefore the replicas have drifted apart" in alone.out
 
 
 @pytest.mark.parametrize("steps", [1, 3, 5])  # 48 samples a rank: 5 leaves a smaller tail
 def test_gradient_accumulation(steps, reference):
     done = topic("gradient_accumulation", 2, *TWO, f"--accumulation-steps={steps}")
     assert_same(done, reference, 1e-4)  # the contract's: smaller batches round otherwise
-    assert done.out.count("5 all-reduces of gradients in 5 steps") == 2
+    assert f"measured 10 all-reduces of gradients in {10 * steps} backward passes" in done.out
+    assert "expected one for each of 10 steps" in done.out
     if steps == 1:
         refused = fork("topics/gradient_accumulation.py", 1, "--accumulation-steps=0")
         assert refused.codes == [2]
@@ -76,7 +88,7 @@ def test_without_no_sync_each_micro_batch_is_averaged():
         "--epochs=1",
         edit=lambda text: text.replace("model.no_sync()", "nullcontext()"),
     )
-    assert "20 all-reduces of gradients in 5 steps" in done.out  # 4 micro-batches
+    assert "20 all-reduces of gradients in 20 backward passes" in done.out  # 4 micro-batches
 
 
 def test_evaluation():
@@ -104,6 +116,7 @@ def test_uneven_inputs(tmp_path):
     assert len(done.epochs) == 2 and done.epochs[1]["train_loss"] < done.epochs[0]["train_loss"]
     for name, value in done.weights[0].items():
         assert torch.equal(value, done.weights[1][name])
+    assert "measured [5, 4] batches an epoch on the ranks, expected [5, 4]," in done.out
     # And with equal momentum: a resumed run has rank 0's on all ranks, so it would be another one.
     topic("uneven_inputs", 2, "--epochs=1", folder=tmp_path)
     resumed = topic("uneven_inputs", 2, *TWO, folder=tmp_path)
@@ -116,12 +129,11 @@ def test_uneven_inputs(tmp_path):
 def test_zero_optimizer(reference, tmp_path):
     done = topic("zero_optimizer", 2, *TWO)
     assert_same(done, reference)
-    held = {
-        rank: (int(mine), int(total))
-        for rank, mine, total in re.findall(r"^rank (\d) \| (\d+) of (\d+)", done.out, re.M)
-    }
-    assert len(held) == 2 and sum(mine for mine, _ in held.values()) == held["0"][1]
-    assert all(0 < mine < total for mine, total in held.values())
+    held, total = re.search(
+        r"^measured (\[.*\]) of (\d+) numbers of momentum", done.out, re.M
+    ).groups()
+    held = ast.literal_eval(held)
+    assert len(held) == 2 and sum(held) == int(total) and all(held)
     # 00 resumes from its checkpoint as from 02's.
     ends = []
     for path in (done.checkpoint, reference.checkpoint):
@@ -187,31 +199,51 @@ def test_fast(reference):
     assert wrong.codes == [2, 2] and "--without ddp is for one process" in wrong.err
 
 
+COMPILED = r"^measured (.*) of \S+ MiB of weights in (\d+) graphs, (\d+) graph breaks, expected"
+
+
 @pytest.mark.parametrize("order", ["inside", "outside", "once"])
 def test_compile(order, reference):
-    """Equal numbers and names in each order. Only around DDP the graph breaks."""
+    """Equal numbers and names in each order. Around DDP the graph breaks, and no weight is in."""
     done = topic("compile", 2, *TWO, f"--order={order}", "--backend=aot_eager")
     assert_same(done, reference)
-    graphs, breaks = map(int, re.search(r"(\d+) graphs, (\d+) graph breaks", done.out).groups())
-    assert graphs > 0 and (breaks > 0) == (order == "outside")
+    pieces, graphs, breaks = re.search(COMPILED, done.out, re.M).groups()
+    assert graphs == "1" and (breaks != "0") == (order == "outside")
+    assert pieces == ("0.0" if order == "outside" else "0.4")
     assert list(done.state["weights"]) == list(reference.state["weights"])
+
+
+@pytest.mark.parametrize("order", ["inside", "whole"])
+def test_compile_is_cut_at_the_buckets(order):
+    """A layer of 1.2 MiB fills a first bucket with what is behind it."""
+    wider = changed(lambda model: model.extend([torch.nn.Linear(10, 30_000)]))
+    options = ["--epochs=1", *TINY, f"--order={order}", "--backend=aot_eager"]
+    pieces, _, breaks = re.search(
+        COMPILED, topic("compile", 2, *options, before=wider).out, re.M
+    ).groups()
+    assert pieces == ("1.3" if order == "whole" else "0.1 + 1.3") and breaks == "0"
 
 
 def test_fsdp(reference, tmp_path):
     """Half of the weights a rank; one rank resumes from two ranks' file, with 02's numbers."""
     folder = tmp_path / "run"
-    done = topic("fsdp", 2, *TWO, folder=folder)
+    done = topic("fsdp", 2, *TWO, f"--plain={tmp_path / 'plain'}", folder=folder)
     for ours, theirs in zip(done.epochs, reference.epochs, strict=True):
         assert ours["train_loss"] == pytest.approx(theirs["train_loss"], abs=5e-5)
         assert ours["test_accuracy"] == theirs["test_accuracy"]
+    local, total = re.search(r"^measured (\S+) of (\S+) MB of weights", done.out, re.M).groups()
+    assert float(local) == pytest.approx(float(total) / 2, rel=0.02)
+    plain = torch.load(tmp_path / "plain", weights_only=True)
     for name, value in reference.state["weights"].items():
-        torch.testing.assert_close(done.weights[0][name], value, rtol=0, atol=1e-5)
-    held = re.findall(r"^rank \d \| (\d+) of (\d+) weights$", done.out, re.M)
-    assert len(held) == 2 and all(int(mine) < 0.6 * int(total) for mine, total in held)
+        torch.testing.assert_close(plain["weights"][name], value, rtol=0, atol=1e-5)
 
     topic("fsdp", 1, "--epochs=1", "--checkpoint=")  # and without any file
     alone = topic("fsdp", 1, "--epochs=3", folder=folder)
     whole = fork("02_torchrun.py", 2, "--epochs=3")
+    (tmp_path / "00").mkdir()
+    (tmp_path / "plain").rename(tmp_path / "00" / "checkpoint.pt")
+    single = fork("00_single_gpu.py", 1, "--epochs=3", folder=tmp_path / "00")  # with its momentum
+    assert single.epochs[0]["train_loss"] == pytest.approx(whole.epochs[-1]["train_loss"], abs=5e-5)
     assert [entry["epoch"] for entry in alone.epochs] == [1, 2, 3]
     assert alone.epochs[-1]["train_loss"] == pytest.approx(whole.epochs[-1]["train_loss"], abs=5e-5)
     bf16 = topic("fsdp", 2, "--epochs=1", "--param-dtype=bfloat16")
@@ -224,6 +256,26 @@ def test_fsdp(reference, tmp_path):
     }.items():
         refused = fork("topics/fsdp.py", 1, wrong, folder=folder)
         assert refused.codes == [2] and line in refused.err and "Traceback" not in refused.err
+
+
+def test_fsdp_in_bfloat16_with_batch_norm():
+    """Its weights stay in float32, or it would be refused: mixed dtypes."""
+    norm = changed(lambda model: model.insert(2, torch.nn.BatchNorm2d(16)))
+    done = topic("fsdp", 2, "--epochs=1", *TINY, "--param-dtype=bfloat16", before=norm)
+    assert 0 < done.epochs[0]["train_loss"] < 5
+
+
+def test_lightning_fsdp(reference, tmp_path):
+    """The numbers of 02, and half of the states on each of two ranks."""
+    options = ["--devices=2", "--checkpoint="]
+    done = topic("lightning_fsdp", 2, *TWO, *options)
+    for ours, theirs in zip(done.epochs, reference.epochs, strict=True):
+        assert ours["train_loss"] == pytest.approx(theirs["train_loss"], abs=5e-5)
+        assert ours["test_accuracy"] == theirs["test_accuracy"]
+    local, total = re.search(r"^measured (\d+) of (\d+) numbers", done.out, re.M).groups()
+    assert int(local) == int(total) / 2
+    topic("lightning_fsdp", 2, "--epochs=1", "--devices=2", folder=tmp_path)
+    assert (tmp_path / "checkpoint.pt").is_dir()
 
 
 def test_fsdp_is_killed_while_it_saves(tmp_path):

@@ -1,18 +1,25 @@
-"""Topic: torch.compile and DDP: which goes around which, and one without DDP.
+"""Topic: torch.compile and DDP: which goes around which, where the graph is cut, and why.
 
-inside     DDP(torch.compile(model)): whole graphs; one backward graph, so little overlap
-outside    torch.compile(DDP(model)): the graph breaks around DDP's own code
-once       the compiled model without DDP, and one all-reduce after the whole backward pass
-With --backend aot_eager it takes a second to compile, and brings no speed; inductor takes longer.
+inside     DDP(torch.compile(model)): torch's DDPOptimizer cuts the graph at DDP's buckets. Each
+           bucket leaves while the rest of the backward pass computes; no kernel spans a cut
+whole      the same with torch._dynamo.config.optimize_ddp = False: one graph, so one call hands
+           over all gradients at its end, and nothing hides the all-reduces
+outside    torch.compile(DDP(model)): cut at the buckets as well, and broken in DDP's own code.
+           What is called behind a break is compiled where it is the user's code: nn.Sequential is
+           torch's, so nothing of the small and the wide model is, and no word is said of it
+once       no DDP: one graph, and one all-reduce after the whole backward pass
+Cuts are counted where the backend gets the graphs: Dynamo's own counter is read before them. The
+small model fits into one bucket, so only a larger one is cut. With --backend aot_eager it takes a
+second to compile, and brings no speed; inductor takes longer.
 
 Step: average() comes between backward and step because once has no DDP to do it.
 
 Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.compile \
-                                --order inside --backend aot_eager
+                                --order inside --backend aot_eager --model wide --epochs 1
 One process:                the same with --nproc-per-node=1
 All GPUs:                   the same with --nproc-per-node=gpu --backend inductor
 What changed:               diff -U0 -w 02_torchrun.py topics/compile.py
-Budget: +24 -5 because it has three orders in one file.
+Budget: +47 -5 because it has four orders in one file, and counts.
 """
 
 import os
@@ -22,6 +29,7 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch._dynamo import lookup_backend
 from torch._dynamo.utils import counters
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -31,6 +39,13 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
 import checks
 import common
+
+ORDERS = {
+    "inside": "a cut at each of DDP's buckets (1 MiB, then 25 each)",
+    "whole": "one graph",
+    "outside": "graph breaks, and cuts at the buckets",
+    "once": "one graph",
+}
 
 
 def average(tensors, world_size):
@@ -65,13 +80,21 @@ def main(args):
     state = common.read_checkpoint(args)
     start_epoch = common.resume(state, args, model, optimizer) if state else 0
     checks.same_on_all_ranks(args, start_epoch)  # all ranks: refuses different options or epochs
-    plain = model  # what is evaluated and saved: its names have no prefix
+    plain, graphs = model, []  # plain is evaluated and saved: its names have no prefix
+
+    def count_and_compile(graph, inputs):
+        graphs.append(sum(x.nbytes for x in inputs if isinstance(x, torch.nn.Parameter)) / 2**20)
+        return lookup_backend(args.backend)(graph, inputs)
+
+    torch._dynamo.config.optimize_ddp = args.order != "whole"
     if args.order == "outside":
-        model = torch.compile(DDP(plain), backend=args.backend)
-    elif args.order == "inside":
-        model = DDP(torch.compile(plain, backend=args.backend))
+        model = torch.compile(DDP(plain), backend=count_and_compile)
+    elif args.order == "once":
+        model = torch.compile(plain, backend=count_and_compile)
+        for tensor in plain.state_dict().values():  # all ranks: takes the weights of rank 0
+            dist.broadcast(tensor, src=0)
     else:
-        model = torch.compile(plain, backend=args.backend)
+        model = DDP(torch.compile(plain, backend=count_and_compile))
 
     for epoch in range(start_epoch, args.epochs):
         # A new order each epoch, and the same order in every run with this seed.
@@ -100,11 +123,21 @@ def main(args):
         if rank == 0:
             common.save_checkpoint(args, epoch + 1, plain, optimizer)
             common.log_epoch(args, epoch, sums, seconds)
-    if rank == 0:
-        graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-        print(f"{args.order}: {graphs} graphs, {breaks} graph breaks", flush=True)
+    weights, breaks = sum(graphs), sum(counters["graph_break"].values())
+    total = sum(part.nbytes for part in plain.parameters()) / 2**20
+    therefore = "all gradients come at once, at the end of the backward pass"
+    if weights < total:
+        therefore = "a part of the model is not compiled"
+    elif len(graphs) > 1:
+        therefore = "a bucket leaves after each piece of the backward pass"
+    pieces = " + ".join(f"{size:.1f}" for size in graphs)
+    checks.conclude(
+        f"{pieces} of {total:.1f} MiB of weights in {len(graphs)} graphs, {breaks} graph breaks",
+        ORDERS[args.order],
+        therefore,
+    )
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(common.parse_args("torchrun", order=("inside", "outside", "once"), backend="inductor"))
+    main(common.parse_args("torchrun", order=tuple(ORDERS), backend="inductor"))

@@ -10,7 +10,7 @@ One process:                the same with --nproc-per-node=1
 All GPUs:                   the same with --nproc-per-node=gpu
 A cluster in each rank:     the same with --clusters rank
 What changed:               diff -U0 -w 03_multinode.py topics/dask_data.py
-Budget: +99 -5 because it counts schedulers, workers and bytes, and bounds each wait for Dask.
+Budget: +105 -5 because it counts schedulers, workers and bytes, and bounds each wait for Dask.
 """
 
 import os
@@ -188,6 +188,12 @@ def main(args):
         text += f" | Dask workers {sum(workers for _, workers in schedulers)} | ranks {world_size}"
         text += f" | {sum(got) / 1e6:.2f} MB to ranks, {sum(over) / 1e6:.2f} MB between nodes"
         print(f"{text} | ready in {max(starts):.1f} s | data {max(waits):.2f} s", flush=True)
+        copies = {"job": "1", "node": "1 a node", "rank": f"{world_size}, one a rank"}
+        checks.conclude(
+            f"{len(schedulers)} Dask clusters for {world_size} ranks",
+            copies[args.clusters],
+            f"Dask's workers hold the data {len(schedulers)} times",
+        )
     dist.barrier()  # all ranks: nobody needs the clusters any more
     if rank == maker:
         with patience(args, "closed the cluster"):

@@ -9,6 +9,7 @@ Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.d
 One process:                the same with --nproc-per-node=1
 All GPUs:                   the same with --nproc-per-node=gpu
 What changed:               diff -U0 -w 02_torchrun.py topics/ddp_by_hand.py
+Budget: +22 -4 because it also shows that the replicas stay equal.
 """
 
 import os
@@ -88,6 +89,16 @@ def main(args):
         if rank == 0:
             common.save_checkpoint(args, epoch + 1, model, optimizer)
             common.log_epoch(args, epoch, sums, seconds)
+    flat = parameters_to_vector(model.parameters()).detach()
+    dist.broadcast(of_rank_0 := flat.clone(), src=0)
+    off = (flat - of_rank_0).abs().max()
+    dist.all_reduce(off, dist.ReduceOp.MAX)  # all ranks
+    steps = (args.epochs - start_epoch) * len(train_loader)
+    checks.conclude(
+        f"{off:.1e} between the ranks' weights after {steps} all-reduces of {flat.nbytes} bytes",
+        "0, one all-reduce a step",
+        "averaging is all that replicas need" if off == 0 else "the replicas have drifted apart",
+    )
     dist.destroy_process_group()
 
 

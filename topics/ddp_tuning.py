@@ -16,7 +16,7 @@ Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.d
                                 --variant fp16 --compare checkpoints/02.pt
 One process, or all GPUs:   the same with --nproc-per-node=1, or =gpu
 What changed:               diff -U0 -w 02_torchrun.py topics/ddp_tuning.py
-Budget: +61 -2 because it has eight variants in one file, and counts.
+Budget: +68 -2 because it has eight variants in one file, and counts.
 """
 
 import os
@@ -147,11 +147,18 @@ def main(args):
                 flush=True,
             )
         sent.clear()
-    if other and rank == 0:
+    off = None
+    if other:
         weights, compared = model.module.state_dict(), other["weights"]
         off = max((weights[name].cpu() - compared[name]).abs().max() for name in compared)
-        words = f"{off:.1e} from {args.compare} of {other['epochs']} epochs"
-        print(f"{args.variant} | {words}", flush=True)
+    if start_epoch < args.epochs:
+        plain = sum(weight.nbytes for weight in model.parameters())
+        far = f", weights {off:.1e} from 02's after {other['epochs']} epochs" if other else ""
+        checks.conclude(
+            f"{size / steps:.0f} bytes a step with {args.variant}{far}",
+            f"{plain} with plain, and no distance",
+            f"it sends {size / steps / plain:.0%} of what plain does",
+        )
     dist.destroy_process_group()
 
 

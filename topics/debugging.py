@@ -14,7 +14,7 @@ Two processes on the CPU:   export CUDA_VISIBLE_DEVICES=
                                 --timeout 10 --case mismatch
 What it has recorded:       torchfrtrace checkpoints/flight -p rank_  (or --flight FOLDER)
 What changed:               diff -U0 -w 02_torchrun.py topics/debugging.py
-Budget: +40 -1 because it is four lessons in one file; the training around them is as ever.
+Budget: +46 -1 because it is four lessons in one file; the training around them is as ever.
 """
 
 import os
@@ -38,7 +38,7 @@ import common
 def hang(args, rank, world_size):
     print(f"rank {rank} | look inside it: py-spy dump --pid {os.getpid()}", flush=True)
     values, last = torch.ones(4), rank == world_size - 1
-    too_long = 3 * args.timeout.total_seconds()
+    too_long, start = 3 * args.timeout.total_seconds(), time.perf_counter()
     try:
         if args.case == "mismatch":  # what comes of an `if rank == 0:` around half of a program
             dist.all_reduce(values) if rank == 0 else dist.broadcast(values, src=0)
@@ -52,6 +52,11 @@ def hang(args, rank, world_size):
             dist.barrier()
     except RuntimeError:
         write_flight(rank, Path(args.flight))
+        checks.conclude(
+            f"an error after {time.perf_counter() - start:.0f} s of {args.case}",
+            f"one after {args.timeout.total_seconds():g} s, or as soon as another rank has failed",
+            f"a hang has an end, and {args.flight} has its cause",
+        )
         time.sleep(2)  # torchrun ends all ranks with the first: let them write theirs as well
         raise
 

@@ -4,7 +4,7 @@ Stage 0 shards nothing, 1 the momentum, 2 the gradients too, 3 the weights too; 
 those of 02. From stage 1 on, a rank also steps a copy of its shard of the weights, even in fp32.
 --checkpoint FILE is one that 00 to 03 read, and FILE.shards a folder beside it, from which a run of
 the same stage and number of ranks resumes. Needs: pip install deepspeed
-Budget: +62 -8 because sharded state is counted, gathered for test and file, and saved in shards.
+Budget: +68 -8 because sharded state is counted, gathered for test and file, and saved in shards.
 Step: model.backward and model.step because that is where the engine shards and gathers.
 
 Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.deepspeed_zero
@@ -147,6 +147,12 @@ def main(args):
     line = f"rank {rank} | stage {args.stage} | momentum {numbers} | gradients {gradients['most']}"
     line += f", for the step {gradients['step']} | weights {weights}, copy {copied}"
     print(f"{line} | of {count(plain.parameters())}\n", end="", flush=True)
+    share, split = numbers / count(plain.parameters()), args.stage and world_size
+    checks.conclude(
+        f"{share:.0%} of the momentum on rank 0 at stage {args.stage}",
+        f"1/{split}" if split else "all of it",
+        f"a rank keeps {numbers} of {count(plain.parameters())} numbers of momentum",
+    )
     dist.destroy_process_group()
 
 

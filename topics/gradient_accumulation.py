@@ -13,6 +13,7 @@ All GPUs:                   the same with --nproc-per-node=gpu
 The memory that it saves:   the same with --model resnet50 --dataset fake
                                 --accumulation-steps 1, 2, 4 ...
 What changed:               diff -U0 -w 02_torchrun.py topics/gradient_accumulation.py
+Budget: +25 -3 because it counts what is sent and kept.
 """
 
 import os
@@ -59,7 +60,7 @@ def main(args):
     start_epoch = common.resume(state, args, model, optimizer) if state else 0
     checks.same_on_all_ranks(args, start_epoch)  # all ranks: refuses different options or epochs
     model = DDP(model)  # all ranks: takes the weights of rank 0
-    averaged = 0  # all-reduces of gradients
+    averaged = backwards = largest = 0  # all-reduces of gradients, backward passes, images in one
 
     def average(state, bucket):
         nonlocal averaged
@@ -85,6 +86,7 @@ def main(args):
                     loss = F.cross_entropy(model(images), targets) * len(targets) / len(labels)
                     loss.backward()
                     sums[0] += loss.detach() * len(labels)
+                backwards, largest = backwards + 1, max(largest, len(targets))
             optimizer.step()
             # Summed on the device: to read the loss at every step would stop the GPU each time.
             sums[1] += len(labels)
@@ -97,8 +99,13 @@ def main(args):
         if rank == 0:
             common.save_checkpoint(args, epoch + 1, model.module, optimizer)
             common.log_epoch(args, epoch, sums, seconds)
-            print(f"{averaged} all-reduces of gradients in {len(train_loader)} steps", flush=True)
-            averaged = 0
+    memory = f", {torch.cuda.max_memory_allocated() / 1e6:.0f} MB at most" * (device.type == "cuda")
+    steps = (args.epochs - start_epoch) * len(train_loader)
+    checks.conclude(
+        f"{averaged} all-reduces of gradients in {backwards} backward passes{memory}",
+        f"one for each of {steps} steps",
+        f"a rank keeps the activations of {largest} images, not of {batch}, and sends no more",
+    )
     dist.destroy_process_group()
 
 

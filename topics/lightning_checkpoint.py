@@ -56,7 +56,15 @@ def main(args):
     plugins = [*checks.lightning_trainer(args).get("plugins", []), AtomicCheckpointIO()]
     callbacks = [PlainCheckpoint()] if args.plain else []
     changes = {"enable_checkpointing": bool(args.checkpoint or args.plain)}
-    rung.main(args, callbacks=callbacks, plugins=plugins, **changes)
+    trainer = rung.main(args, callbacks=callbacks, plugins=plugins, **changes)
+    if trainer.is_global_zero:
+        files = [path for path in (args.checkpoint, args.plain) if path and os.path.exists(path)]
+        halves = [path for path in files if os.path.exists(f"{path}.tmp")]
+        checks.conclude(
+            f"{len(files)} whole files and {len(halves)} unfinished ones",
+            "no unfinished one, at any moment",
+            f"00 resumes from {args.plain}" if args.plain else "Lightning resumes from it",
+        )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,9 @@ In another batch:           python -m topics.lightning_debugging --timeout 3600 
 import importlib
 import os
 import sys
+import time
+
+import torch
 
 sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
 import checks
@@ -28,9 +31,22 @@ class Classifier(rung.Classifier):
             print(f"{text}\n", end="", flush=True)
             if self.global_rank == 0:
                 breakpoint()  # only this rank reads the terminal
+            start = time.perf_counter()
             self.trainer.strategy.barrier()  # all ranks: nobody continues before rank 0
+            self.waited = time.perf_counter() - start
             print(f"rank {self.global_rank} | behind the barrier\n", end="", flush=True)
         return loss
+
+    def on_train_end(self):
+        waited = [None] * self.trainer.world_size
+        own = round(getattr(self, "waited", 0), 1)
+        torch.distributed.all_gather_object(waited, own)  # all ranks
+        if self.global_rank == 0:
+            checks.conclude(
+                f"{waited} s at the barrier",
+                "0 for rank 0, which had the debugger",
+                f"the others have waited for it, and would for {self.args.timeout.seconds} s",
+            )
 
 
 if __name__ == "__main__":

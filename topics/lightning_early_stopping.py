@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 import lightning as L
+import torch
 
 sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
 import checks
@@ -49,6 +50,17 @@ def main(args):
     text = f"stops after epoch {trainer.current_epoch}, keeps {Path(best.best_model_path).name}"
     score = f"{best.best_model_score:.1%}"
     print(f"rank {trainer.global_rank} {text} ({score})\n", end="", flush=True)
+    found = [None] * trainer.world_size
+    torch.distributed.all_gather_object(found, (trainer.current_epoch, best.best_model_path, score))
+    if trainer.is_global_zero:
+        checks.conclude(
+            f"{len({epoch for epoch, *_ in found})} last epoch and {len(set(found))} best score on"
+            f" {len(found)} ranks",
+            "1 and 1 with sync_dist, and a score of each rank's own without",
+            "all ranks decide by one number"
+            if len(set(found)) == 1
+            else "each judges by its shard",
+        )
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ import importlib
 import os
 import sys
 
+import torch.distributed as dist
+
 sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
 import checks
 import common
@@ -27,7 +29,16 @@ def main(args):
     found = " ".join(f"{name}={os.environ.get(name, '-')}" for name in names)
     who = f"process {os.getpid()}, child of {os.getppid()}"
     print(f"{who} | {found} | {' '.join(sys.argv)}\n", end="", flush=True)  # all processes
-    rung.main(args)
+    trainer, children = rung.main(args), [os.getppid()]
+    if dist.is_initialized():  # in each rank
+        children = [None] * dist.get_world_size()
+        dist.all_gather_object(children, os.getppid())
+    if trainer.is_global_zero:
+        checks.conclude(
+            f"{children.count(os.getpid())} children of rank 0 among {len(children)} ranks",
+            "all others; none where torchrun has started them, or ddp_spawn",
+            "this script has started ranks" if os.getpid() in children else "others have",
+        )
 
 
 if __name__ == "__main__":

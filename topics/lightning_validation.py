@@ -59,6 +59,12 @@ def main(args):
         ways["one device"] = alone.test(model, test_loader, verbose=False)[0].values()
         for way, (correct, tested) in ways.items():
             print(f"{way:10} {correct:.0f} of {tested:.0f} = {correct / tested:.4%}", flush=True)
+        tested = {way: int(tested) for way, (_, tested) in ways.items()}
+        checks.conclude(
+            f"{tested} samples tested",
+            f"{len(data.test_set)}",
+            f"Trainer.test counts {tested['padded'] - len(data.test_set)} twice on these ranks",
+        )
 
 
 if __name__ == "__main__":

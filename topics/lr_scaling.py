@@ -91,6 +91,12 @@ def main(args):
         if rank == 0:
             common.save_checkpoint(args, epoch + 1, model.module, optimizer)
             common.log_epoch(args, epoch, sums, seconds)
+    rate = optimizer.param_groups[0]["lr"]
+    checks.conclude(
+        f"a rate of {rate:.4g} at the end, with {k:g} times the base batch",
+        f"{target:.4g} by the rule {args.rule}",
+        "the warm-up is over" if rate == target else "the warm-up has not ended yet",
+    )
     dist.destroy_process_group()
 
 

@@ -14,7 +14,7 @@ In float16, or neither:     the same with --precision fp16, or fp32
 All GPUs:                   torchrun --standalone --nproc-per-node=gpu -m topics.mixed_precision \
                                 --model resnet50 --dataset fake --image-size 224
 What changed:               diff -U0 -w 02_torchrun.py topics/mixed_precision.py
-Budget: +34 -3 because precision, scaler, its state and clipping make sense only together.
+Budget: +43 -3 because precision, scaler, its state and clipping make sense only together.
 """
 
 import os
@@ -113,6 +113,15 @@ def main(args):
         f" | peak memory {memory} bytes\n",
         end="",
         flush=True,
+    )
+    forgiven = (
+        "some at the start, while the scale is too high" if args.precision == "fp16" else "none"
+    )
+    checks.conclude(
+        f"{steps - applied} of {steps} steps skipped with {args.precision}",
+        forgiven,
+        f"{'a scaler' if scaler.is_enabled() else 'no scaler'} is needed, and the scale ends at"
+        f" {scaler.get_scale():g}",
     )
     dist.destroy_process_group()
 

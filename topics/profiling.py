@@ -13,7 +13,7 @@ One process:                the same with --nproc-per-node=1
 All GPUs:                   the same with --nproc-per-node=gpu --model resnet50 --dataset fake
 Bucket by bucket:           torchrun --standalone --nproc-per-node=2 benchmarks/overlap.py
 What changed:               diff -U0 -w 02_torchrun.py topics/profiling.py
-Budget: +45 -1 because a profile is of no use to a reader before its spans are added up.
+Budget: +54 -1 because a profile is of no use to a reader before its spans are added up.
 """
 
 import json
@@ -86,6 +86,8 @@ def main(args):
     if len(train_loader) < sum(STEPS.values()):
         checks.fail(f"{len(train_loader)} steps an epoch are too few: use a smaller --batch-size")
 
+    found = []
+
     def report(profiler):  # all ranks, after the last of those steps
         file = Path(args.traces, f"trace.{rank}.json")
         with checks.writing(file, "--traces"):
@@ -101,6 +103,7 @@ def main(args):
         if rank == 0:
             order = f"self_{device.type}_time_total"
             print(profiler.key_averages().table(order, row_limit=8, max_name_column_width=40))
+        found.extend((whole, communication, exposed))
 
     profiler = profile(schedule=schedule(**STEPS, repeat=1), on_trace_ready=report)
     profiler.start()
@@ -132,6 +135,13 @@ def main(args):
             common.save_checkpoint(args, epoch + 1, model.module, optimizer)
             common.log_epoch(args, epoch, sums, seconds)
     profiler.stop()
+    if found:
+        whole, communication, exposed = found
+        checks.conclude(
+            f"{exposed:.1f} of {communication:.1f} ms of communication exposed on rank 0",
+            "little, where it hides behind the backward pass",
+            f"the all-reduces cost {exposed / whole:.0%} of a step",
+        )
     dist.destroy_process_group()
 
 

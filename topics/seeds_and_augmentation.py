@@ -11,6 +11,7 @@ The mistake:                the same with --seed-per-rank 0
 One process:                the same with --nproc-per-node=1
 All GPUs:                   the same with --nproc-per-node=gpu
 What changed:               diff -U0 -w 02_torchrun.py topics/seeds_and_augmentation.py
+Budget: +27 -1 because it compares draws and weights over the ranks.
 """
 
 import hashlib
@@ -96,8 +97,19 @@ def main(args):
         if rank == 0:
             common.save_checkpoint(args, epoch + 1, model.module, optimizer)
             common.log_epoch(args, epoch, sums, seconds)
-    weights = f"weights {before}, at the end {fingerprint(model)}"
-    print(f"rank {rank} | first shifts {draws[:4]} | {weights}", flush=True)
+    after = fingerprint(model)
+    text = f"first shifts {draws[:4]} | weights {before}, at the end {after}"
+    print(f"rank {rank} | {text}\n", end="", flush=True)
+    found = [None] * world_size
+    dist.all_gather_object(found, (after, draws))  # all ranks
+    weights, shifts = zip(*found, strict=True)
+    same = sum(len(set(step)) == 1 for step in zip(*shifts, strict=True))
+    own = args.seed_per_rank and world_size > 1
+    checks.conclude(
+        f"equal shifts on all ranks in {same} of {len(draws)} steps, {len(set(weights))} model",
+        f"{len(draws) / 25 ** (world_size - 1):.0f} by chance, and 1" if own else "all, and 1",
+        "the ranks augment on their own" if own else "more ranks bring no more variety",
+    )
     dist.destroy_process_group()
 
 

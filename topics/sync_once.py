@@ -91,6 +91,15 @@ class Classifier(rung.Classifier):
             steps = f"in {self.global_step - self.first_step} steps"
             print(f"{sent} {steps} | {self.pieces} compiled pieces, {self.breaks} graph breaks")
 
+    def on_train_end(self):
+        sent = getattr(self.trainer.strategy, "all_reduces", "uncounted")
+        pieces = "in one piece" if self.pieces == 1 else f"cut into {self.pieces}"
+        checks.conclude(
+            f"{sent} all-reduces of gradients, {self.pieces} compiled pieces",
+            f"{self.global_step - self.first_step} and 1 with sync_once; ddp cuts a larger model",
+            f"the model was {pieces}",
+        )
+
 
 if __name__ == "__main__":
     options = checks.lightning_options()

@@ -78,6 +78,8 @@ def main(args):
                 # Summed on the device: to read the loss at every step would stop the GPU each time.
                 sums[0] += loss.detach() * len(labels)
                 sums[1] += len(labels)
+        took = torch.zeros(world_size, device=device)  # batches of each rank
+        took[rank] = sums[1] / batch
         for weight in model.parameters():  # all ranks: take rank 0's momentum too
             state = optimizer.state[weight]
             dist.broadcast(state.setdefault("momentum_buffer", torch.zeros_like(weight)), src=0)
@@ -85,11 +87,18 @@ def main(args):
         for buffer in model.buffers():  # batch norm's: evaluate what rank 0 saves
             dist.broadcast(buffer, src=0)
         sums[2:] = common.evaluate(model.module, test_loader, device)
+        dist.all_reduce(took)
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
         checks.loss_is_finite(args, epoch, sums)
         if rank == 0:
             common.save_checkpoint(args, epoch + 1, model.module, optimizer)
             common.log_epoch(args, epoch, sums, seconds)
+    if start_epoch < args.epochs:
+        checks.conclude(
+            f"{took.int().tolist()} batches an epoch on the ranks",
+            f"{[len(train_loader) - number for number in range(world_size)]}",
+            f"nobody has waited for a rank without a batch: {sums[1]:.0f} samples an epoch",
+        )
     dist.destroy_process_group()
 
 

@@ -84,8 +84,13 @@ def main(args):
             common.log_epoch(args, epoch, sums, seconds)
     shards = optimizer.optim.state.values()
     local = sum(value.numel() for shard in shards for value in shard.values())
-    total = sum(weights.numel() for weights in model.parameters())
-    print(f"rank {rank} | {local} of {total} numbers of momentum\n", end="", flush=True)
+    sizes, held = [weights.numel() for weights in model.parameters()], [None] * world_size
+    dist.all_gather_object(held, local)  # all ranks
+    checks.conclude(
+        f"{held} of {sum(sizes)} numbers of momentum on the ranks",
+        f"{sum(sizes) // world_size} each if tensors were split, but the largest has {max(sizes)}",
+        f"whole tensors are dealt out, and the fullest rank keeps {max(held) / sum(sizes):.0%}",
+    )
     dist.destroy_process_group()
 
 
