@@ -112,3 +112,16 @@ def test_device_mesh_refuses():
         env = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
         refused = fork("topics/device_mesh.py", 1, "--checkpoint=", option, env=env)
         assert refused.codes == [2] and line in refused.err and "Traceback" not in refused.err
+
+
+def test_sampler_weighted():
+    """Dealt: one list, so one training at one rank and two. Not dealt: all ranks draw the same."""
+    for draw in ("weighted", "subset"):
+        options = ["--epochs=1", f"--draw={draw}"]
+        alone, both = (topic("sampler_weighted", ranks, *options) for ranks in (1, 2))
+        assert same(both.weights[1], alone.weights[0])
+        wrong = topic("sampler_weighted", 2, *options, "--sampler=same")
+        for done, most in ((both, 5), (wrong, 100)):
+            equal, few = map(int, re.findall(r"(\d+)%", concluded(done)[0]))
+            wanted = int(re.findall(r"(\d+)%", concluded(done)[1])[1])
+            assert (equal < 5 if most == 5 else equal == 100) and abs(few - wanted) < 8
