@@ -9,6 +9,8 @@ A torchvision model is cut at its blocks, ours in three. Batch norm sees each ba
 running statistics move twice a step. Before the training both ways are measured on one batch: bytes
 kept when the forward pass ends, time of a step and, on GPUs, the peak memory of a step.
 
+Step: the loop's is 02's; it stands twice more in cost() because both ways are measured there.
+
 Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 \
                                 -m topics.activation_checkpointing
 One process:                the same with --nproc-per-node=1
