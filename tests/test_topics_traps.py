@@ -1,0 +1,127 @@
+"""The topics about what goes wrong in silence, and about models that hardly fit."""
+
+import re
+
+import pytest
+import torch
+
+from ladder import fork
+
+
+def topic(name, world_size, *options, **more):
+    done = fork(f"topics/{name}.py", world_size, *options, **more)
+    assert done.codes == [0] * world_size, done.err
+    return done
+
+
+def same(weights, others, tolerance=1e-5):
+    return all(torch.allclose(weights[name], others[name], 0, tolerance) for name in others)
+
+
+def concluded(done):
+    """Return the one line that ends a topic, in its three parts."""
+    (found,) = re.findall(r"measured (.*), expected (.*), therefore (.*)$", done.out, re.M)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("variant", "apart"),
+    [("none", []), ("added", ["11.weight", "11.bias"]), ("replaced", ["10.weight", "10.bias"])]
+    + [("unfrozen", ["10.weight", "10.bias"]), ("cast", "all"), ("method", "all"), ("grad", "all")],
+)
+def test_after_wrapping(variant, apart):
+    """Each is silent, and the loss falls; wrapped late (or not at all that way) it is one model."""
+    options = ["--checkpoint=", "--lr=0.1", f"--variant={variant}"]
+    early = topic("after_wrapping", 2, "--epochs=2", *options)
+    assert early.epochs[1]["train_loss"] < early.epochs[0]["train_loss"]
+    text = concluded(early)[0]
+    count, names = re.match(r"(\d+) of \d+ weights differ between ranks ?(.*)", text).groups()
+    first, second = early.weights
+    found = [name for name in first if not torch.equal(first[name], second[name])]
+    assert names.split() == found and int(count) == len(found)
+    assert found == (list(first) if apart == "all" else apart)
+    if variant not in ("none", "method", "grad"):
+        late = topic("after_wrapping", 2, "--epochs=1", *options, "--wrap=late")
+        assert concluded(late)[0].startswith(f"0 of {10 if variant == 'added' else 8} ")
+
+
+def test_a_replaced_layer_is_an_error_without_find_unused():
+    """The header says that this option is what hides it. And it refuses what it cannot show."""
+    edit = {"edit": lambda text: text.replace('=args.variant == "replaced"', "=False")}
+    done = fork("topics/after_wrapping.py", 2, "--variant=replaced", "--checkpoint=", **edit)
+    assert all(done.codes) and "finished reduction in the prior iteration" in done.err
+    for option, line in {
+        "--checkpoint=x": "leave out --checkpoint",
+        "--variant=moved": "needs a GPU",
+        "--model=resnet18": "--model small or wide",
+    }.items():
+        refused = fork("topics/after_wrapping.py", 1, "--checkpoint=", option)
+        assert refused.codes == [2] and line in refused.err and "Traceback" not in refused.err
+
+
+def test_mean_of_means():
+    """By tokens: one training at all numbers of ranks and micro-batches. By means: others."""
+    ends = {}
+    for weighting in ("tokens", "means"):
+        for ranks, steps in ((1, 1), (1, 4), (2, 4)):
+            options = ["--epochs=1", f"--weighting={weighting}", f"--accumulation-steps={steps}"]
+            done = topic("mean_of_means", ranks, *options)
+            off = float(re.search(r"gradient (\S+) ", concluded(done)[0])[1])
+            assert (off > 1e-2) == (weighting == "means" and (ranks, steps) != (1, 1))
+            assert off > 1e-2 or off < 1e-4
+            ends[weighting, ranks, steps] = done.weights[-1]
+    right = ends["tokens", 1, 1]
+    assert same(ends["tokens", 1, 4], right) and same(ends["tokens", 2, 4], right)
+    assert same(ends["means", 1, 1], right) and not same(ends["means", 1, 4], right, 1e-4)
+    assert not same(ends["means", 1, 4], ends["means", 2, 4], 1e-4)
+
+
+def test_activation_checkpointing():
+    """02's weights, from half of the memory. In a model of blocks batch norm counts twice."""
+    done, plain = (
+        topic(x, 2, "--epochs=1") for x in ("activation_checkpointing", "../02_torchrun")
+    )
+    assert all(same(weights, plain.state["weights"]) for weights in done.weights)
+    kept = [float(x) for x in re.match(r"(\S+) to (\S+) MB kept", concluded(done)[0]).groups()]
+    assert kept[1] < 0.6 * kept[0]
+    tiny = ["--dataset=fake:8", "--image-size=8", "--batch-size=8", "--epochs=1"]
+    weights = topic("activation_checkpointing", 1, *tiny, "--model=resnet18").state["weights"]
+    stem, block = (weights[f"1.{x}bn1.num_batches_tracked"] for x in ("", "layer1.0."))
+    assert block - stem == 7, "in the six passes that are measured, and in one step of training"
+
+
+@pytest.mark.parametrize("grid", [(1, 2, 2), (2, 1, 2)])
+def test_device_mesh(grid):
+    """Replicate x shard x tensor on four ranks: 02's losses, and as many weights as promised."""
+    plain = topic("../02_torchrun", 2, "--epochs=1")
+    options = ["--epochs=1", "--checkpoint=", f"--shard={grid[1]}", f"--tensor={grid[2]}"]
+    done = topic("device_mesh", 4, *options)
+    assert done.epochs[0]["train_loss"] == pytest.approx(plain.epochs[0]["train_loss"], abs=5e-5)
+    assert done.epochs[0]["test_accuracy"] == plain.epochs[0]["test_accuracy"]
+    assert done.epochs[0]["test_samples"] == 125 and not done.err
+    kept, wanted, share = (re.search(r"\d+", part)[0] for part in concluded(done))
+    assert kept == wanted and int(share) == pytest.approx(28 * grid[0], abs=1)
+
+
+def test_device_mesh_refuses():
+    for option, line in {
+        "--tensor=3": "4 ranks are no grid of --shard 2 x --tensor 3",
+        "--checkpoint=x": "saves nothing: leave out --checkpoint",
+        "--model=resnet18": "--model small or wide",
+    }.items():
+        env = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+        refused = fork("topics/device_mesh.py", 1, "--checkpoint=", option, env=env)
+        assert refused.codes == [2] and line in refused.err and "Traceback" not in refused.err
+
+
+def test_sampler_weighted():
+    """Dealt: one list, so one training at one rank and two. Not dealt: all ranks draw the same."""
+    for draw in ("weighted", "subset"):
+        options = ["--epochs=1", f"--draw={draw}"]
+        alone, both = (topic("sampler_weighted", ranks, *options) for ranks in (1, 2))
+        assert same(both.weights[1], alone.weights[0])
+        wrong = topic("sampler_weighted", 2, *options, "--sampler=same")
+        for done, most in ((both, 5), (wrong, 100)):
+            equal, few = map(int, re.findall(r"(\d+)%", concluded(done)[0]))
+            wanted = int(re.findall(r"(\d+)%", concluded(done)[1])[1])
+            assert (equal < 5 if most == 5 else equal == 100) and abs(few - wanted) < 8
