@@ -18,6 +18,7 @@ def pytest_configure(config):
     Pytest's own folders stay where they are, to look at what a failed test wrote.
     """
     config.addinivalue_line("markers", "slow: left out by make check")
+    config.addinivalue_line("markers", "cold: its starts of Python are new interpreters")
     if not hasattr(config, "workerinput"):  # a worker of pytest -n inherits the environment
         os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.gettempdir()
         folder = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)
@@ -30,7 +31,6 @@ def pytest_configure(config):
 
 def start_warm_parent(config, address):
     """From here on, most starts of Python below the tests are forks: see warm/parent.py."""
-    config.addinivalue_line("markers", "cold: its starts of Python are new interpreters")
     command = [sys.executable, WARM / "parent.py", address]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)

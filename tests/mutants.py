@@ -718,8 +718,8 @@ FAULTS = [
     Fault(
         "speedup over another script",
         "tests/tables.py",
-        'else ("00_single_gpu.py", kind, threads, "")',
-        "else (script, kind, threads, options)",
+        'else ("00_single_gpu.py", kind, threads, "", 1)',
+        "else (script, kind, threads, options, 1)",
         "DDP itself costs nothing, then",
         "test_benchmarks.py::test_the_table_of_speeds",
     ),

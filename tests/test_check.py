@@ -905,6 +905,7 @@ def test_three_ranks(tmp_path):
     assert not broken(results), results
 
 
+@pytest.mark.cold
 def test_command_line(tmp_path, tmp_path_factory):
     """The real thing: a process that is left behind, results in JSON, nothing left by us."""
     edits = [

@@ -14,9 +14,11 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from functools import cache
 from pathlib import Path
 
+import lightning  # noqa: F401  here, so that the forks need not
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -49,7 +51,7 @@ def run_file(path, words):
 
 
 def run_rank(path, words):
-    """Do what a rank of torchrun does; say its exit code, of which elastic_launch tells one only."""
+    """Do what a rank of torchrun does; say its exit code: elastic_launch tells one only."""
     try:
         run_file(path, words)
     except SystemExit as error:
@@ -67,7 +69,8 @@ def as_python(words):
     elif words[:2] == ["-m", "torch.distributed.run"]:
         args = torchrun_args(words[2:])
         if args.standalone:
-            args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
+            args.rdzv_backend, args.rdzv_endpoint = "c10d", "127.0.0.1:0"
+            args.rdzv_id = str(uuid.uuid4())
         config = config_from_args(args)[0]
         config.start_method, config.monitor_interval = "fork", 0.02
         try:

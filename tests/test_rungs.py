@@ -861,6 +861,7 @@ def check(result: subprocess.CompletedProcess, epochs: int = 2) -> None:
 SHORT = ["--epochs=2", "--checkpoint="]
 
 
+@pytest.mark.cold
 def test_start_00_and_00b():
     for rung in ("00_single_gpu.py", "00b_data_parallel.py"):
         result = launch(sys.executable, rung, *SHORT)
@@ -868,6 +869,7 @@ def test_start_00_and_00b():
         assert "inactive" in result.stdout or rung.startswith("00_")
 
 
+@pytest.mark.cold
 def test_start_two_of_01_at_once():
     command = [sys.executable, "01_single_node_multi_gpu.py", f"--nproc={WORLD_SIZE}", *SHORT]
     results = []
@@ -890,6 +892,7 @@ atexit.register(lambda: os.write(1, b"gloo threads: %d\\n" % sum("gloo" in open(
 """
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize("script", ["02_torchrun.py", "03_multinode.py", "topics/standalone.py"])
 def test_start_of_a_module(script, tmp_path):
     """The old launcher adds an argument --local-rank=N, which 02 takes and does not need."""
@@ -905,6 +908,7 @@ def test_start_of_a_module(script, tmp_path):
     assert ended == ["0"] * (WORLD_SIZE + 1), result.stdout  # its ranks, and torchrun itself
 
 
+@pytest.mark.cold
 def test_start_03_on_two_nodes_with_one_checkpoint(tmp_path):
     """Two launchers play two nodes: other folders, and only the first has the checkpoint."""
     done = tmp_path / "node0" / "run.pt"
@@ -937,6 +941,7 @@ def test_start_03_on_two_nodes_with_one_checkpoint(tmp_path):
     assert f"train loss {first[2]['train_loss']:.4f}" in out
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
 def test_start_04(launcher):
     command = [sys.executable, "04_lightning.py", f"--devices={WORLD_SIZE}"]
