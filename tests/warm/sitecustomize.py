@@ -85,5 +85,6 @@ def hand_over(address, kind, what, arguments, unbuffered):
 
 
 _address = os.environ.get("WARM")
-if _address and (_command := command(sys.orig_argv)) and same_pids(_address):
+_observed = {"CHECK_DIR", "OBSERVE"} & set(os.environ)  # has to see how the script imports torch
+if _address and not _observed and (_command := command(sys.orig_argv)) and same_pids(_address):
     hand_over(_address, *_command)
