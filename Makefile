@@ -22,7 +22,7 @@ check: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pip install -q -r requirements-extras.txt
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 figures: $(INSTALLED)
 	$(BIN)/python notebooks/figures.py

@@ -310,6 +310,7 @@ WAYS = ["Ctrl-C", "TERM", "terminal closed", "crash of a rank"]
 SHARED = {"02": WAYS[:2], "03": WAYS[2:]}  # one launcher and one loop: each takes half of the ways
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize(
     ("launcher", "way"), [(one, way) for one in LAUNCH for way in SHARED.get(one, WAYS)]
 )
@@ -328,6 +329,7 @@ def test_nothing_is_left(launcher, way, start):
     assert job.end(LEFT) != 0, job.text
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
 @pytest.mark.parametrize("by", ["a terminal", "a script's &"])
 def test_a_signal_to_the_parent_of_01_alone_ends_all_ranks(by, number, start):

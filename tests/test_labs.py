@@ -31,6 +31,7 @@ from labs import starters
 from labs.bugs import bench
 from ladder import ROOT
 
+pytestmark = pytest.mark.cold  # a fork of this process is what is warm here
 LEARNER = starters.Learner("you")
 NAMES = [folder.name for folder in starters.folders()]
 load = cache(lambda name: starters.load(starters.LABS / name))
