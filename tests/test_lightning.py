@@ -200,6 +200,7 @@ def test_pickling_and_main_guard(file, strategy, error, tmp_path):
     assert not error or re.search(error, done.stderr), done.stderr
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
 def test_a_signal_leaves_no_process(strategy, number):

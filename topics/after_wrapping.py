@@ -138,8 +138,7 @@ def main(args):
     if rank == 0:
         found = f"{len(names)} of {total} weights differ between ranks {' '.join(names)}".rstrip()
         verdict = f"{world_size} ranks train {world_size} models" if names else "it is one model"
-        what = f"{args.variant}, wrapped {args.wrap}"
-        print(f"{what} | measured {found}, expected 0, therefore {verdict}", flush=True)
+        checks.conclude(found, "0", f"{verdict} ({args.variant}, wrapped {args.wrap})")
     dist.destroy_process_group()
 
 

@@ -119,10 +119,10 @@ def main(args):
             sizes[name] for name in (f"{first}.weight", f"{first}.bias", f"{second}.weight")
         )
         wanted = grid[0] * (split + (sum(sizes.values()) - split) * args.tensor)
-        found = f"measured {kept} weights on all ranks, expected {wanted}"
-        verdict = f"a rank keeps {kept / world_size / sum(sizes.values()):.0%} of the model"
         ways = " x ".join(map(str, grid))
-        print(f"{ways} ranks, batches of {batch} | {found}, therefore {verdict}", flush=True)
+        found = f"{kept} weights on all {ways} ranks, batches of {batch}"
+        verdict = f"a rank keeps {kept / world_size / sum(sizes.values()):.0%} of the model"
+        checks.conclude(found, f"{wanted}", verdict)
     dist.destroy_process_group()
 
 

@@ -121,11 +121,8 @@ def main(args):
             common.log_epoch(args, epoch, sums, seconds)
     if rank == 0 and off is not None:
         verdict = "the whole batch is trained on" if off < 1e-4 else "it trains on another loss"
-        found = f"measured a gradient {off:.1e} (relative) from that of the whole batch"
-        print(
-            f"{args.weighting} | {found}, expected only rounding (below 1e-4), therefore {verdict}",
-            flush=True,
-        )
+        found = f"by {args.weighting} a gradient {off:.1e} (relative) from that of the whole batch"
+        checks.conclude(found, "only rounding (below 1e-4)", verdict)
     dist.destroy_process_group()
 
 

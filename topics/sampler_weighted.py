@@ -126,12 +126,12 @@ def main(args):
         equal = sum(len(set(place)) == 1 for place in places) / len(drawn)
         few = sum(low[torch.tensor(numbers)].sum() for numbers in ranks) / len(drawn) / world_size
         share = 0.5 if args.draw == "weighted" else (there & low).sum() / there.sum()
-        found = f"measured {equal:.0%} drawn by all ranks at once, {few:.0%} of the digits 0 to 4"
+        found = f"{equal:.0%} drawn by all ranks at once, {few:.0%} of the digits 0 to 4"
         verdict = f"a step of {world_size} ranks has samples of one"
         if equal < 0.05:  # some by chance: with weights one can come again
             verdict = f"a step has {args.batch_size} samples"
-        what = f"{args.draw}, {args.sampler}"
-        print(f"{what} | {found}, expected 0% and {share:.0%}, therefore {verdict}", flush=True)
+        found += f" ({args.draw}, {args.sampler})"
+        checks.conclude(found, f"0% and {share:.0%}", verdict)
     dist.destroy_process_group()
 
 
