@@ -594,6 +594,7 @@ def processes(*command):
     return lines, variables
 
 
+@pytest.mark.cold  # who is whose parent
 def test_lightning_starts_the_script_again():
     """From the first process, which has no rank yet; the second has one, and the same words."""
     words = ["-m", "topics.lightning_launch", "--devices=2", "--timeout=90"]
@@ -607,6 +608,7 @@ def test_lightning_starts_the_script_again():
     assert port.isdigit() and variables[1] == expected | {"WORLD_SIZE": "2"}
 
 
+@pytest.mark.cold
 def test_torchrun_has_started_all_before():
     command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "-m", "topics.lightning_launch"]
     lines, variables = processes(*command)
