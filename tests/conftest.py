@@ -24,7 +24,8 @@ def pytest_configure(config):
         folder = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)
         config.add_cleanup(folder.cleanup)
         os.environ["TMPDIR"] = tempfile.tempdir = folder.name
-        if sys.platform == "linux" and os.environ.get("COLD") != "1":
+        warm = sys.platform == "linux" and os.environ.get("COLD") != "1"
+        if warm and "WARM" not in os.environ:  # the mutants' pytest is started by this one
             numbers = os.stat("/proc/self/ns/pid").st_ino
             start_warm_parent(config, f"{folder.name}/warm.{numbers}")
 

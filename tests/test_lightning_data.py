@@ -12,6 +12,7 @@ from test_lightning import by_hand
 
 from ladder import fork, launch
 
+pytestmark = pytest.mark.cold  # it counts pages of memory
 DATA = ["--dataset=fake:1024", "--epochs=1"]  # 12.6 MB
 
 

@@ -34,6 +34,7 @@ def assert_same_losses(epochs: list[dict], reference: list[dict]) -> None:
         assert entry["test_accuracy"] == other["test_accuracy"]
 
 
+@pytest.mark.cold  # it counts pages of memory
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("storage", "ranks", "copies"), [("shared", 4, 1), ("copy", 2, 2), ("mmap", 4, 1)]

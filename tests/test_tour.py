@@ -17,6 +17,7 @@ def count_gpus() -> int:
         return 0
 
 
+pytestmark = pytest.mark.cold
 GPUS = count_gpus()
 
 
