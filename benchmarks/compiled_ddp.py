@@ -20,7 +20,6 @@ turn adds a row to results/compiled_ddp.csv.
 import argparse
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -29,7 +28,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 ROOT = Path(__file__).parent.parent
@@ -46,50 +44,45 @@ WAYS = ["alone", "once", "inside", "outside", "inside_whole", "outside_whole", "
 WAYS += ["plain"]
 
 
+def wrapped(model: torch.nn.Module, way: str) -> torch.nn.Module:
+    """Return the module that this way calls."""
+    if way == "plain":
+        return DDP(model)
+    if way.startswith("outside"):
+        return torch.compile(DDP(model))
+    compiled = torch.compile(model)
+    if way.startswith("inside"):
+        return DDP(compiled, gradient_as_bucket_view=way == "inside_view")
+    return compiled
+
+
 def rank_main(args: argparse.Namespace) -> None:
     """One rank of one way: time windows of steps; rank 0 writes those of the slowest rank."""
     device = common.take_device(int(os.environ["LOCAL_RANK"]))
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=300))
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.benchmark = True
-    way, bf16 = args.ways[0], device.type == "cuda"
+    way = args.ways[0]
     torch._dynamo.config.optimize_ddp = not way.endswith(("_whole", "_view"))
     torch.manual_seed(0)  # all ranks have the same weights
-    model = common.build_model(args).to(device, memory_format=torch.channels_last)[1:].train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9, fused=True)
-    images, labels = data_loading.resident_batch(args, device, floats=True)
-    forward = model
-    if way.startswith("outside"):
-        forward = torch.compile(DDP(model))
-    elif way == "plain":
-        forward = DDP(model)
-    else:
-        forward = torch.compile(model)
-        if way.startswith("inside"):
-            forward = DDP(forward, gradient_as_bucket_view=way == "inside_view")
+    batch = data_loading.resident_batch(args, device, floats=True)
+    more = {"wrap": lambda model: wrapped(model, way)}
+    more |= {"after_backward": average} if way == "once" else {}
+    step = data_loading.make_step(args, device, fast=True, compiled=False, floats=True, **more)
     seconds = []
     for window in range(args.windows + 1):
         dist.barrier()
         common.seconds_since(0, device)
         start = time.perf_counter()
         for _ in range(args.steps if window else 5):
-            optimizer.zero_grad()
-            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                loss = F.cross_entropy(forward(images), labels)
-            loss.backward()
-            if way == "once":
-                average(model)
-            optimizer.step()
+            step(*batch)
         seconds.append(common.seconds_since(start, device))
     slowest = torch.tensor(seconds[1:], device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
         images_done = args.steps * args.batch_size * dist.get_world_size()
         speeds = [images_done / some for some in slowest.tolist()]
-        row = {"precision": "bf16" if bf16 else "fp32", "device": device.type, "backend": backend}
-        row |= {"windows": len(speeds), "samples_per_second": round(statistics.median(speeds), 2)}
-        row |= {"min": round(min(speeds), 2), "max": round(max(speeds), 2)}
+        row = {"precision": "bf16" if device.type == "cuda" else "fp32", "device": device.type}
+        row |= {"backend": backend, "windows": len(speeds)} | scaling.median_of(speeds)
         Path(args.json).write_text(json.dumps(row))
     dist.destroy_process_group()
 

@@ -52,16 +52,25 @@ def rung_speed(args: argparse.Namespace) -> list[float]:
 
 
 def make_step(
-    args: argparse.Namespace, device: torch.device, fast: bool, compiled: bool, floats: bool
+    args: argparse.Namespace,
+    device: torch.device,
+    fast: bool,
+    compiled: bool,
+    floats: bool,
+    wrap: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model,
+    after_backward: Callable[[torch.nn.Module], None] = lambda model: None,
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """Return a function that trains on a batch. fast: as topics/fast.py; floats: not of bytes."""
+    """Return a function that trains on a batch. fast: as topics/fast.py; floats: not of bytes.
+
+    wrap: makes the module that is called of the model; after_backward: gets the model itself.
+    """
     layout = torch.channels_last if fast else torch.contiguous_format
     if fast:
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = True
     model = common.build_model(args).to(device, memory_format=layout).train()
     model = model[1:] if floats else model
-    forward = torch.compile(model) if compiled else model
+    forward = torch.compile(model) if compiled else wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9, fused=fast)
     bf16 = fast and device.type == "cuda"
 
@@ -72,6 +81,7 @@ def make_step(
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             loss = F.cross_entropy(forward(images), labels)
         loss.backward()
+        after_backward(model)
         optimizer.step()
 
     return step
@@ -185,8 +195,7 @@ def feeds(args: argparse.Namespace, folder: str) -> None:
         row |= {name: getattr(args, name) for name in ("model", "image_size", "batch_size")}
         row |= {"dataset": args.dataset, "precision": "bf16" if fast else "fp32"}
         row |= {"threads": torch.get_num_threads(), "device": device.type}
-        row |= {"windows": len(speeds), "alone": quickest, "samples_per_second": round(middle, 2)}
-        row |= {"min": round(min(speeds), 2), "max": round(max(speeds), 2)}
+        row |= {"windows": len(speeds), "alone": quickest} | scaling.median_of(speeds)
         row |= {"of_bare": round(share, 4)}
         scaling.append(args.csv, row | machine.describe())
         print(*way.values(), f"| {middle:.0f} samples/s, {share:.3f} of the bare step", flush=True)

@@ -113,9 +113,7 @@ def measure(work: dict, windows: int, extra: list[str], timeout: float = 600) ->
         "windows": len(speeds),
         # What was done, not what was asked for: the batches that do not fill up are dropped.
         "images_per_window": round(first["samples_per_second"] * ranks[0][0]["seconds"]),
-        "samples_per_second": round(statistics.median(speeds), 2),
-        "min": round(min(speeds), 2),
-        "max": round(max(speeds), 2),
+        **median_of(speeds),
         "straggler_ratio": None,  # of old rows: of whole epochs, in which ranks wait for each other
         "before_backward_ratio": round(statistics.median(spread), 4) if spread else None,
         "peak_memory_mb": round(memory / 2**20),
@@ -125,6 +123,13 @@ def measure(work: dict, windows: int, extra: list[str], timeout: float = 600) ->
         "backend": backend,
         **machine.describe(),
     }
+
+
+def median_of(speeds: list[float]) -> dict[str, float]:
+    """Return the columns of the windows' samples/s."""
+    found = {"samples_per_second": statistics.median(speeds)}
+    found |= {"min": min(speeds), "max": max(speeds)}
+    return {name: round(value, 2) for name, value in found.items()}
 
 
 def append(path: Path, row: dict) -> None:

@@ -78,6 +78,12 @@ def free_port():
         return str(s.getsockname()[1])
 
 
+def starts_ranks(script):
+    """Return whether the script starts its ranks itself, so that nobody else has to."""
+    source = Path(script).read_text(errors="replace")
+    return bool(re.search(STARTS_RANKS, source) or re.search(LIGHTNING, source, re.M))
+
+
 def environment(folder, rank, world, nodes, port, started):
     """Return what a rank finds in os.environ: what torchrun would set, and the observer."""
     known = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC", "SLURM")
@@ -323,8 +329,9 @@ def more_runs(trace, args, started, limit, starter):
 
 def check(args, starter=start, more=True):
     """Run the script as often as it takes; return the trace of the first run and the results."""
-    begun, source = time.monotonic(), Path(args.script).read_text(errors="replace")
-    started = not (re.search(STARTS_RANKS, source) or re.search(LIGHTNING, source, re.M))
+    begun, started = time.monotonic(), not starts_ranks(args.script)
+    if not args.gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     trace = run(
         args.script, args.arguments, args.nproc, args.nodes, args.timeout, started, starter=starter
     )
@@ -339,8 +346,6 @@ def main():
         chosen = next(c for c in judge.CHECKS if c.name == args.explain)
         print(textwrap.fill(f"{chosen.name}: {chosen.text}", 88), f"Read: {chosen.read}", sep="\n")
         return 0
-    if not args.gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     adopt_orphans()
     for number in (signal.SIGINT, signal.SIGTERM):  # run() ends what it has started
         signal.signal(number, lambda number, frame: sys.exit(128 + number))

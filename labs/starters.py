@@ -212,6 +212,17 @@ def why(run: Run, script: str = "starter.py") -> str:
     return (errors[-1] if errors else f"exit code {run.code}, without a word") + place
 
 
+def epochs_of(log: Path) -> list[dict]:
+    """Return the lines of --log-json; [] where a run has not come so far."""
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def gpu_count() -> int:
+    """Return the GPUs of this machine, asked of torch in a process of its own."""
+    done = run([sys.executable, "-c", "import torch; print(torch.cuda.device_count())"], ROOT, 60)
+    return int(done.out.strip() or 0)
+
+
 def distance(one: Path, other: Path) -> float | None:
     """Return the largest difference of two checkpoints' weights: 0.0 is bit for bit equal.
 

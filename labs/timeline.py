@@ -74,9 +74,7 @@ def read(folder):
 def record(script, words, nproc=2, steps=5, timeout=120, starter=check.start):
     """Run the script until all ranks have made the steps; return (ranks, what ended it, errors)."""
     source, wanted = Path(script).read_text(errors="replace"), SKIPPED + steps
-    started = not (
-        re.search(check.STARTS_RANKS, source) or re.search(check.LIGHTNING, source, re.M)
-    )
+    started = not check.starts_ranks(script)
     if nproc == 1 and not re.search("init_process_group|RANK", source):
         started = False  # as 00, which is for one process alone
     with tempfile.TemporaryDirectory(prefix="timeline-", ignore_cleanup_errors=True) as folder:
@@ -86,9 +84,6 @@ def record(script, words, nproc=2, steps=5, timeout=120, starter=check.start):
             for rank in range(nproc if started else 1):
                 env = check.environment(folder, rank, nproc, 1, port, started)
                 env |= {"CHECK_HOOKS": "spans.py", "TIMELINE_STEPS": str(wanted)}
-                del env["CUDA_VISIBLE_DEVICES"]  # here the GPUs are wanted
-                if "CUDA_VISIBLE_DEVICES" in os.environ:
-                    env["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
                 out, err = folder / f"out.{rank}", folder / f"err.{rank}"
                 pids[rank] = starter(script, words, env, out, err)
             while len(codes) < len(pids) and time.monotonic() < deadline:

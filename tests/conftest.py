@@ -26,8 +26,8 @@ def pytest_configure(config):
         os.environ["TMPDIR"] = tempfile.tempdir = folder.name
         warm = sys.platform == "linux" and os.environ.get("COLD") != "1"
         if warm and "WARM" not in os.environ:  # the mutants' pytest is started by this one
-            numbers = os.stat("/proc/self/ns/pid").st_ino
-            start_warm_parent(config, f"{folder.name}/warm.{numbers}")
+            spaces = [str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("pid", "net")]
+            start_warm_parent(config, ".".join([f"{folder.name}/warm", *spaces]))
 
 
 def start_warm_parent(config, address):

@@ -102,7 +102,8 @@ def test_hidden_and_exposed_of_known_times():
     assert result["exposed_share"] == pytest.approx(0.3)
 
 
-def test_a_hang_is_drawn(tmp_path):
+def test_a_hang_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # as on most machines
     here = "if step == 5 and rank == 0: dist.barrier()\n    if step == 5 and rank: time.sleep(60)"
     ranks, ended, _ = recorded(tmp_path, here, nproc=2, steps=5, timeout=6)
     assert ended == "timeout"

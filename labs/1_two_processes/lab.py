@@ -1,12 +1,11 @@
 """Lab 1: rung 00 becomes rung 01. The same losses and weights, and the rules of labs/check.py."""
 
-import json
 import sys
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from labs.starters import CPU, ROOT, Result, checked, distance, header, patched, run, why
+from labs.starters import CPU, ROOT, Result, checked, distance, epochs_of, header, patched, run, why
 
 TITLE, MINUTES, LIMIT = "One process to two", 45, 240
 FAILS = "only one process has trained"
@@ -116,8 +115,7 @@ def train(script, text, *words):
     log, file = Path(folder.name) / "log.json", Path(folder.name) / "checkpoint.pt"
     options = ["--epochs=1", f"--log-json={log}", f"--checkpoint={file}", *words]
     done = run([sys.executable, script.name, *options], script.parent, 80, CPU)
-    epochs = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    return done, epochs, file, folder
+    return done, epochs_of(log), file, folder
 
 
 def rules(work):

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from labs.starters import CPU, ROOT, Learner, Result, distance, patched, run, why
+from labs.starters import CPU, ROOT, Learner, Result, distance, epochs_of, patched, run, why
 
 TITLE, MINUTES, LIMIT = "Batch and rate", 60, 180
 FAILS = "micro-batches"
@@ -107,9 +107,8 @@ def train(script, *words):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [HERE / "watched.py", folder.name, script, *SMALL, *words]
     done = run([*command, f"--log-json={log}", f"--checkpoint={file}"], script.parent, 80, CPU)
-    epochs = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     seen = [json.loads(p.read_text()) for p in sorted(Path(folder.name).glob("seen.*"))]
-    runs[key] = done, epochs, seen, folder
+    runs[key] = done, epochs_of(log), seen, folder
     return runs[key]
 
 

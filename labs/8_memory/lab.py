@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from labs.starters import ROOT, Learner, Result, run, why
+from labs.starters import ROOT, Learner, Result, gpu_count, run, why
 
 TITLE, MINUTES, LIMIT = "Memory (a GPU room)", 45, 300
 FAILS = "GB"
@@ -45,8 +45,7 @@ def right(learner):
 @cache
 def peaks():
     """Return {question: MB at the peak on this machine's GPU}, or why not."""
-    code = "import torch; print(torch.cuda.device_count())"
-    if run([sys.executable, "-c", code], ROOT, 60).out.strip() in ("", "0"):
+    if not gpu_count():
         return "not seen: this machine has no GPU"
     found = {}
     for steps in (1, 4):

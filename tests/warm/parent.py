@@ -4,8 +4,8 @@
 
 To import torch takes 5 s of a slow machine, to fork takes milliseconds, and the tests start Python
 about a thousand times. conftest.py starts this process and puts sitecustomize.py, beside it, on
-PYTHONPATH: a start of Python anywhere below the tests (torchrun's ranks, a Slurm task, mp.spawn)
-sends here its command line, environment, open files, folder and namespaces.
+PYTHONPATH: a start of Python anywhere below the tests (torchrun, its ranks, mp.spawn) sends here
+its command line, environment, open files and folder. Pretended nodes, and so Slurm's jobs, do not.
 What is as in a start of its own: all of these, the signals that it gets, its exit code, its
 death when the first process dies. What is not: it is another process, with another parent, and
 torch has read its environment already. Tests that are about these are marked `cold`.
@@ -13,7 +13,6 @@ torch has read its environment already. Tests that are about these are marked `c
 
 import atexit
 import contextlib
-import ctypes
 import fcntl
 import gc
 import importlib
@@ -32,9 +31,8 @@ HIGH = 400  # numbers that no file of a script has
 
 
 def prepare():
-    for name in ("lightning", "torch", "torch._dynamo", "torch.distributed.run", "torchvision"):
-        importlib.import_module(name)
-    for name in ("torch.distributed.elastic.multiprocessing", "numpy", "tqdm", "unittest.mock"):
+    names = ["lightning", "numpy", "torch", "torch._dynamo", "torch.distributed.run", "tqdm"]
+    for name in (*names, "torch.distributed.elastic.multiprocessing", "torchvision"):
         importlib.import_module(name)
 
 
@@ -58,14 +56,9 @@ def become(request, files, connection):
     files = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, HIGH) for file in files]
     os.closerange(0, HIGH)
     os.setsid()
-    here, *spaces = files[:5]
-    libc = ctypes.CDLL(None, use_errno=True)
-    for name, space in zip(("net", "uts", "ipc", "mnt"), spaces, strict=True):
-        other = os.fstat(space).st_ino != os.stat(f"/proc/self/ns/{name}").st_ino
-        if other and libc.setns(space, 0):
-            raise OSError(ctypes.get_errno(), f"setns {name}")
+    here, *files = files
     os.fchdir(here)
-    for file, number in zip(files[5:], request["numbers"], strict=True):
+    for file, number in zip(files, request["numbers"], strict=True):
         os.dup2(file, number)
     os.closerange(control + 1, HIGH + 300)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE):

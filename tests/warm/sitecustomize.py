@@ -23,12 +23,13 @@ def command(words):
     return None
 
 
-def same_pids(address):
-    """A pretended node has process numbers of its own: no process from elsewhere can join them."""
+def same_spaces(address):
+    """A pretended node has a network and process numbers of its own: a fork has the parent's."""
     try:
-        return os.stat("/proc/self/ns/pid").st_ino == int(address.rpartition(".")[2])
+        own = [str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("pid", "net")]
     except OSError:
         return False
+    return own == address.split(".")[-2:]
 
 
 def hand_over(address, kind, what, arguments, unbuffered):
@@ -36,11 +37,13 @@ def hand_over(address, kind, what, arguments, unbuffered):
     import signal
     import socket
 
-    names = ("net", "uts", "ipc", "mnt")
-    spaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in names]
-    here = os.open(".", os.O_RDONLY)
     connection = socket.socket(socket.AF_UNIX)
-    own = {*spaces, here, connection.fileno()}
+    try:
+        connection.connect(address)
+    except OSError:
+        return connection.close()  # the tests are over
+    here = os.open(".", os.O_RDONLY)
+    own = {here, connection.fileno()}
     numbers = []
     for number in map(int, os.listdir("/proc/self/fd")):
         try:
@@ -53,13 +56,9 @@ def hand_over(address, kind, what, arguments, unbuffered):
     ignored = [int(s) for s in catchable if signal.getsignal(s) == signal.SIG_IGN]
     request = {"kind": kind, "what": what, "arguments": arguments, "unbuffered": unbuffered}
     request |= {"environ": dict(os.environ), "numbers": numbers, "ignored": ignored}
-    try:
-        connection.connect(address)
-    except OSError:
-        return  # the tests are over
     text = json.dumps(request).encode()
     signal.pthread_sigmask(signal.SIG_BLOCK, catchable)
-    socket.send_fds(connection, [len(text).to_bytes(8, "big")], [here, *spaces, *numbers])
+    socket.send_fds(connection, [len(text).to_bytes(8, "big")], [here, *numbers])
     connection.sendall(text)
     answers = connection.makefile()
     worker = int(answers.readline())
@@ -86,5 +85,5 @@ def hand_over(address, kind, what, arguments, unbuffered):
 
 _address = os.environ.get("WARM")
 _observed = {"CHECK_DIR", "OBSERVE"} & set(os.environ)  # has to see how the script imports torch
-if _address and not _observed and (_command := command(sys.orig_argv)) and same_pids(_address):
+if _address and not _observed and (_command := command(sys.orig_argv)) and same_spaces(_address):
     hand_over(_address, *_command)
