@@ -6,7 +6,7 @@
     python labs/run.py 1 --reset             start again; what you have is moved to a backup
     python labs/run.py 1 --json report.json  the report for a grader as well: see labs/README.md
 
-The first call puts the files into labs/work/. Nothing of yours is ever overwritten. Exit code 0:
+The first call puts the files into labs/mine/. Nothing of yours is ever overwritten. Exit code 0:
 the check has passed; 1: not yet; 2: nothing was checked. Standard library only.
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from labs import starters
 
-WORK = starters.LABS / "work"
+WORK = starters.LABS / "mine"
 SLACK = 10  # seconds that a check gets after its limit to say what it has seen
 
 

@@ -88,7 +88,7 @@ def test_paths_exist(path):
         for word in span.split():
             if not re.fullmatch(rf"[\w.-][\w./-]*({suffix})", word):
                 continue
-            handed_out = ROOT / "labs" / "work" / path.parent.name  # to a learner
+            handed_out = ROOT / "labs" / "mine" / path.parent.name  # to a learner
             places = [
                 f"{folder / word}{'/' * word.endswith('/')}"
                 for folder in (path.parent, ROOT, handed_out)

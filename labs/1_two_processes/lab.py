@@ -94,7 +94,7 @@ DONE = [
 HINTS = [
     "Do the TODOs in their order and run the file after each. What may differ between the ranks, "
     "what must not?",
-    "python labs/check.py labs/work/1_two_processes/starter.py -- --nproc 2 --epochs 2 names the "
+    "python labs/check.py labs/mine/1_two_processes/starter.py -- --nproc 2 --epochs 2 names the "
     "rule that is broken, with the line. python labs/check.py --explain RULE says what it means.",
     "Print, in each process: its rank, the first labels of its first batch, the sum of a weight "
     "after the first step. The labels must differ, the sums must not.",

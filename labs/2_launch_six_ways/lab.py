@@ -62,7 +62,7 @@ QUESTIONS["parents"] = 'two_launchers.sh: how many different numbers stand after
 HINTS = [
     "A launcher talks to its processes by environment variables. Which launchers set RANK, "
     "LOCAL_RANK and WORLD_SIZE?",
-    "Run one: bash labs/work/2_launch_six_ways/torchrun.sh. Then print what is new in the "
+    "Run one: bash labs/mine/2_launch_six_ways/torchrun.sh. Then print what is new in the "
     "environment: env | sort in a script that you start in the same way.",
     "The part 'arguments' shows what a process was called with. Compare spawn.sh and torchrun.sh: "
     "one of them tells by arguments, the other by the environment.",

@@ -51,7 +51,7 @@ CAUSES = {1: "81280e1b183bfed2", 2: "f0cc6a7358b1d5c1"}
 HINTS = [
     "Run each case and note what you see: does it end, with which exit code, do the numbers change "
     "from run to run? A script that stops: where is each rank? One that ends: what is unequal?",
-    "python labs/check.py --nproc 3 labs/work/3_detective/case_1.py tells which rank waits where, "
+    "python labs/check.py --nproc 3 labs/mine/3_detective/case_1.py tells which rank waits where, "
     "and in the others which rule is broken. For a process that hangs: py-spy dump --pid PID, or "
     "the flight recorder, as in topics/debugging.py.",
     "Case 1: the rank that waits in another line than the others is the one that has made fewer "

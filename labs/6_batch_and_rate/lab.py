@@ -18,7 +18,7 @@ QUESTIONS = {
 HINTS = [
     "Do the TODOs one by one. Which numbers may change when a batch is cut into micro-batches, and "
     "which may not?",
-    "python labs/timeline.py labs/work/6_batch_and_rate/starter.py -- --accumulation-steps 4 draws "
+    "python labs/timeline.py labs/mine/6_batch_and_rate/starter.py -- --accumulation-steps 4 draws "
     "each forward pass, and each all-reduce of a step.",
     "A step of 4 micro-batches shows 4 forward passes, and its all-reduces stand behind the last "
     "backward pass only. 25 test images on 2 ranks are 13 and 12, not 13 and 13.",

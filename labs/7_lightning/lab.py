@@ -36,7 +36,7 @@ HINTS = [
     "Both take --log-json FILE. Compare train_loss, test_accuracy and test_samples.",
     "test_samples of two ranks is the sum over both. Twice as many, or half: the test set's share "
     "or the sum. Equal, but another loss: how large is the batch of a rank?",
-    "diff 04_lightning.py labs/work/7_lightning/starter.py shows what is not the rung's.",
+    "diff 04_lightning.py labs/mine/7_lightning/starter.py shows what is not the rung's.",
 ]
 SMALL = ["--dataset=fake:100", "--image-size=8", "--batch-size=32", "--epochs=2", "--lr=0.01"]
 HEAD = [

@@ -21,7 +21,7 @@ SEALS = {"last_bucket": "f8154bd9792f98da"}
 HINTS = [
     "The picture has a line a rank. When does the first bucket leave, when the last, and what does "
     "the rank compute at that time?",
-    "python labs/timeline.py 02_torchrun.py --output labs/work/9_overlap/timeline.html -- "
+    "python labs/timeline.py 02_torchrun.py --output labs/mine/9_overlap/timeline.html -- "
     "--model wide. Point at a bar to read it; the table below has milliseconds a step.",
     "The last bucket holds the first layers' gradients. Which computation is left by then?",
     "The table's column 'waits for' is the part of the red in which another rank had not come.",
