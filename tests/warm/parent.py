@@ -20,6 +20,7 @@ import json
 import os
 import random
 import runpy
+import select
 import selectors
 import signal
 import socket
@@ -109,11 +110,19 @@ def run(kind, what, arguments):
     exec(code, main.__dict__)
 
 
-def serve(address):
-    """Return in a fork only, with its request."""
+def listen(address):
+    """Return a socket to listen on, once there is a first start: to import takes seconds."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
+    print("ready", flush=True)
+    if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:  # the tests are over
+        sys.exit()
+    return listener
+
+
+def serve(listener):
+    """Return in a fork only, with its request."""
     ends, tells = socket.socketpair()
     tells.setblocking(False)
     signal.set_wakeup_fd(tells.fileno())
@@ -122,7 +131,6 @@ def serve(address):
     for source in (listener, ends, sys.stdin):
         selector.register(source, selectors.EVENT_READ)
     workers = {}
-    print("ready", flush=True)
     while True:
         for key, _ in selector.select():
             if key.fileobj is sys.stdin:  # the tests are over
@@ -154,9 +162,10 @@ def serve(address):
 
 if __name__ == "__main__":
     BASE = sys.path[1:]
+    first = listen(sys.argv[1])
     prepare()
     gc.freeze()  # the collector of a fork need not walk through, and so copy, what is imported
-    wanted = serve(sys.argv[1])
+    wanted = serve(first)
     as_new()
     code = 0
     try:
