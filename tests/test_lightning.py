@@ -863,7 +863,7 @@ def test_a_debugger_on_rank_0_in_lightning(launcher):
         child.sendline("c")
         child.expect("epoch 1/1 .*train loss")
         child.expect(pexpect.EOF)
-        child.close()
+        child.wait()  # close() would send SIGHUP to one that is still about to end
         assert child.exitstatus == 0
     finally:
         child.close(force=True)

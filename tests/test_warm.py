@@ -69,8 +69,26 @@ def test_signals(tmp_path):
     assert line.startswith(repr((["show.py", "a b"], str(tmp_path), "yes", "", True)))
     worker = int(line.rpartition(")")[2])
     process.kill()
+    wait_until_gone(worker)
+
+
+def test_a_signal_that_comes_after_the_end(tmp_path):
+    """A terminal that closes behind a script does not change its exit code (it did: 1, not 0)."""
+    waits = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); "
+    waits += "print(os.getpid(), flush=True); time.sleep(60)"
+    process = start(tmp_path, waits, stdin=subprocess.DEVNULL)
+    worker = int(process.stdout.readline().rpartition(")")[2])
+    process.send_signal(signal.SIGSTOP)
+    os.kill(worker, signal.SIGTERM)
+    wait_until_gone(worker)
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(60) == 3
+
+
+def wait_until_gone(pid):
     deadline = time.monotonic() + 60
-    while os.path.exists(f"/proc/{worker}"):
+    while os.path.exists(f"/proc/{pid}"):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

@@ -33,6 +33,7 @@ def same_spaces(address):
 
 
 def hand_over(address, kind, what, arguments, unbuffered):
+    import contextlib
     import json
     import signal
     import socket
@@ -66,7 +67,8 @@ def hand_over(address, kind, what, arguments, unbuffered):
         os.close(number)
 
     def pass_on(number, frame):
-        os.kill(worker, number)
+        with contextlib.suppress(ProcessLookupError):  # it has ended: its code is about to come
+            os.kill(worker, number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
         if number not in ignored:
