@@ -403,6 +403,14 @@ FAULTS = [
         "test_topics.py::test_a_topic_for_several_nodes_takes_the_gpu_of_its_local_rank[preemption]",
     ),
     Fault(
+        "standalone: no fsync",
+        "topics/standalone.py",
+        "os.fsync(file.fileno())",
+        "pass",
+        "a power cut leaves an empty checkpoint",
+        "test_standalone.py::test_a_checkpoint_is_on_the_disk_before_it_gets_its_name",
+    ),
+    Fault(
         "standalone: device by rank",
         "topics/standalone.py",
         'int(os.environ["LOCAL_RANK"]))',

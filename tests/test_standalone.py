@@ -144,6 +144,26 @@ def test_wrong_uses_end_in_words(tmp_path):
     assert file.read_bytes() == before
 
 
+def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    fsync, replace, log = os.fsync, os.replace, tmp_path / "calls"
+
+    def synced(number):
+        with log.open("a") as file:
+            file.write(f"fsync {os.fstat(number).st_size} bytes\n")
+        fsync(number)
+
+    def renamed(old, new):
+        with log.open("a") as file:
+            file.write(f"rename {os.stat(old).st_size} bytes\n")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    train(2, tmp_path / "r", "text", "--epochs=1", f"--checkpoint={tmp_path}/run.pt")
+    size = (tmp_path / "run.pt").stat().st_size
+    assert log.read_text() == f"fsync {size} bytes\nrename {size} bytes\n"
+
+
 def test_by_torchrun_from_another_folder(tmp_path):
     done = launch(*TORCHRUN, "--nproc-per-node=2", FILE, "--epochs=1", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.count("epoch 1 | train loss") == 1

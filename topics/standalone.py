@@ -41,8 +41,6 @@ def build_model():
 
 
 # ---- end of EDIT ---------------------------------------------------------------------------------
-
-
 @record  # a rank that fails reports its traceback to torchrun
 def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -94,8 +92,10 @@ def main(args):
         if rank == 0 and args.checkpoint:  # under another name first: a kill leaves a whole file
             save = {"epochs": epoch + 1, "weights": model.module.state_dict()}
             save |= {"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
-            torch.save(save, f"{args.checkpoint}.tmp")
-            os.replace(f"{args.checkpoint}.tmp", args.checkpoint)
+            with open(f"{args.checkpoint}.tmp", "wb", buffering=0) as file:
+                torch.save(save, file)
+                os.fsync(file.fileno())  # on the disk, before it gets the name
+            os.replace(file.name, args.checkpoint)
         if rank == 0:
             print(f"epoch {epoch + 1} | train loss {loss:.4f} | test metric {metric:.4f}")
     dist.destroy_process_group()
