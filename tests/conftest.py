@@ -26,23 +26,29 @@ def pytest_configure(config):
         os.environ["TMPDIR"] = tempfile.tempdir = folder.name
         warm = sys.platform == "linux" and os.environ.get("COLD") != "1"
         if warm and "WARM" not in os.environ:  # the mutants' pytest is started by this one
-            spaces = [str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("pid", "net")]
-            start_warm_parent(config, ".".join([f"{folder.name}/warm", *spaces]))
+            prefix = f"{folder.name}/warm"
+            parent = start_warm_parent(prefix)
+            config.add_cleanup(lambda: parent.communicate(timeout=60))  # closes stdin: it ends
+            os.environ["WARM"] = prefix
 
 
-def start_warm_parent(config, address):
-    """From here on, most starts of Python below the tests are forks: see warm/parent.py."""
-    command = [sys.executable, WARM / "parent.py", address]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
-    config.add_cleanup(lambda: parent.communicate(timeout=60))  # it ends when its stdin is closed
-    if parent.stdout.readline() == b"ready\n":
-        os.environ["WARM"] = address
+def start_warm_parent(prefix, *node, **options):
+    """From here on, most starts of Python below the tests are forks: see warm/parent.py.
+
+    node: words before the command, for a pretended node.
+    """
+    command = [*node, sys.executable, WARM / "parent.py", prefix]
+    env = {**options.pop("env", os.environ), "OMP_NUM_THREADS": "1"}
+    env.pop("WARM", None)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    parent = subprocess.Popen(command, env=env, **pipes, **options)
+    assert parent.stdout.readline() == b"ready\n"
+    return parent
 
 
 @pytest.fixture(autouse=True)
 def starts(request, monkeypatch):
-    """Start Python warm, unless the test is marked `cold`, or says itself what is on PYTHONPATH."""
+    """Start Python warm, unless the test is marked `cold`. (The tour starts all rungs cold.)"""
     if request.node.get_closest_marker("cold"):
         monkeypatch.delenv("WARM", raising=False)
     elif "WARM" in os.environ:

@@ -220,6 +220,8 @@ def fork(
 def launch(*command: str, env: dict | None = None, **options) -> subprocess.CompletedProcess:
     """Run a command for real and wait for it; it and all its children are killed after TIMEOUT."""
     environ = without_launcher(os.environ) | {"OMP_NUM_THREADS": "1"} | (env or {})
+    if "PYTHONPATH" in (env or {}) and "PYTHONPATH" in os.environ:  # of the warm starts
+        environ["PYTHONPATH"] += f":{os.environ['PYTHONPATH']}"
     process = subprocess.Popen(
         [str(word) for word in command],
         stdout=subprocess.PIPE,

@@ -363,7 +363,8 @@ CLINIC += ["--checkpoint=", "--epochs=1"]
 
 
 def test_a_mismatch_is_a_timeout_and_the_flight_recorder_names_it(start, tmp_path):
-    there = ["env", "-C", tmp_path, f"PYTHONPATH={ROOT}"]  # nothing may be written in it
+    path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    there = ["env", "-C", tmp_path, f"PYTHONPATH={path}"]  # nothing may be written in it
     place = f"--flight={tmp_path}/elsewhere/flight"
     job = start(*there, *CLINIC, "--case=mismatch", "--timeout=5", place)
     assert job.end() == 1

@@ -143,6 +143,7 @@ def test_other_ranks_and_workers_train_each_sample_once(
     assert_like(whole, resumed.checkpoint, tmp_path / "log.json", loss=1e-4, weights=1e-4)
 
 
+@pytest.mark.cold  # Slurm signals the processes of a job, which a fork is not
 @pytest.mark.parametrize("name", ["USR1", "TERM"])
 def test_slurm_requeues(name, cluster, whole, tmp_path):  # noqa: F811
     """USR1 is what the time limit sends, by the header of the file; TERM is what a scheduler sends

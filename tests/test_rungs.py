@@ -861,7 +861,6 @@ def check(result: subprocess.CompletedProcess, epochs: int = 2) -> None:
 SHORT = ["--epochs=2", "--checkpoint="]
 
 
-@pytest.mark.cold
 def test_start_00_and_00b():
     for rung in ("00_single_gpu.py", "00b_data_parallel.py"):
         result = launch(sys.executable, rung, *SHORT)
@@ -908,7 +907,6 @@ def test_start_of_a_module(script, tmp_path):
     assert ended == ["0"] * (WORLD_SIZE + 1), result.stdout  # its ranks, and torchrun itself
 
 
-@pytest.mark.cold
 def test_start_03_on_two_nodes_with_one_checkpoint(tmp_path):
     """Two launchers play two nodes: other folders, and only the first has the checkpoint."""
     done = tmp_path / "node0" / "run.pt"
@@ -941,7 +939,6 @@ def test_start_03_on_two_nodes_with_one_checkpoint(tmp_path):
     assert f"train loss {first[2]['train_loss']:.4f}" in out
 
 
-@pytest.mark.cold
 @pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
 def test_start_04(launcher):
     command = [sys.executable, "04_lightning.py", f"--devices={WORLD_SIZE}"]

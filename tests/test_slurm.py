@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import start_warm_parent
 
 ROOT = Path(__file__).parent.parent
 CLUSTER = ROOT / "slurm" / "laptop_cluster.sh"
@@ -33,10 +34,12 @@ class Cluster:
 
     def __init__(self, folder):
         self.logs, self.env = folder / "logs", os.environ | {"LAPTOP_DIR": str(folder / "slurm")}
+        self.parents = []  # of warm starts, one a node
         self.logs.mkdir()
 
     def slurm(self, *command):
-        return call(CLUSTER, *command, env=self.env)
+        warm = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+        return call(CLUSTER, *command, env=self.env | warm)
 
     def submit(self, path, sbatch_options=(), training_options=()):
         log = f"--output={self.logs}/%x-%j.out"
@@ -77,6 +80,12 @@ def cluster():
         try:
             start = running.slurm("start")
             assert start.returncode == 0, start.stdout
+            if "WARM" in os.environ:
+                for node in ("n1", "n2"):
+                    words = (CLUSTER, "node", node)
+                    running.parents += [
+                        start_warm_parent(os.environ["WARM"], *words, env=running.env)
+                    ]
             yield running
         finally:
             stop = running.slurm("stop")

@@ -204,6 +204,7 @@ def test_an_interactive_shell_of_one_task(cluster, reference):  # noqa: F811
     assert_epochs(logged(log), reference[:1])
 
 
+@pytest.mark.cold  # Slurm signals the processes of a job, which a fork is not
 @pytest.mark.parametrize("way", ["USR1", "scontrol requeue"])
 def test_back_to_the_queue(way, cluster, reference, tmp_path):  # noqa: F811
     """In the second epoch, which the job then does again; USR1 with the launcher of requeue.sbatch.

@@ -1,11 +1,13 @@
 """The topics about what goes wrong in silence, and about models that hardly fit."""
 
 import re
+import socket
+import sys
 
 import pytest
 import torch
 
-from ladder import fork
+from ladder import ROOT, fork
 
 
 def topic(name, world_size, *options, **more):
@@ -125,3 +127,26 @@ def test_sampler_weighted():
             equal, few = map(int, re.findall(r"(\d+)%", concluded(done)[0]))
             wanted = int(re.findall(r"(\d+)%", concluded(done)[1])[1])
             assert (equal < 5 if most == 5 else equal == 100) and abs(few - wanted) < 8
+
+
+def test_the_debug_pages_show_where_each_rank_waits():
+    pytest.importorskip("tabulate")
+    reference = fork("02_torchrun.py", 2, "--epochs=1")
+    done = topic("debug_server", 2, "--epochs=1")
+    assert done.epochs[0]["train_loss"] == reference.epochs[0]["train_loss"]
+    shown = re.findall(r"^rank (\d) \| line (\d+): (.*) \| in (.*)$", done.out, re.M)
+    assert [rank for rank, *_ in shown] == ["0", "1"]
+    assert shown[0][2] == "loss.backward()" and shown[1][2:] == ("time.sleep(args.sleep)", "main")
+    source = (ROOT / "topics/debug_server.py").read_text().splitlines()
+    assert all(source[int(line) - 1].strip() == text for _, line, text, _ in shown)
+    assert concluded(done)[0].startswith("the stacks of 2 ranks by one request")
+    port = re.search(r"server started on port (\d+)", done.err)[1]
+    with pytest.raises(ConnectionRefusedError):  # it goes with the ranks
+        socket.create_connection(("localhost", int(port)), timeout=10)
+
+
+def test_the_debug_pages_say_what_they_need(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tabulate", None)
+    refused = fork("topics/debug_server.py", 1)
+    assert refused.codes == [2] and "pip install tabulate" in refused.err
+    assert "Traceback" not in refused.err

@@ -17,10 +17,10 @@ def count_gpus() -> int:
         return 0
 
 
-pytestmark = pytest.mark.cold
 GPUS = count_gpus()
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize("processes", [n for n in (1, 2, 4, 8) if n <= GPUS] if GPUS else [2])
 def test_tour(processes, tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}

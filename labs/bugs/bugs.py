@@ -521,6 +521,37 @@ NUMBERS = [
         effect="weights",
     ),
     Row(
+        "step-skipped-on-one-rank",
+        "numbers wrong",
+        "twins/flat.py",
+        (
+            (
+                "            optimizer.step()\n",
+                "            if loss < 1.4:  # leave outliers out\n"
+                "                optimizer.step()\n",
+            ),
+        ),
+        "replicas",
+        "course: each rank decides by its own loss whether it makes the step",
+        "It goes on without an error, with other weights on each rank.",
+        effect="replicas",
+    ),
+    Row(
+        "step-on-rank-0-only",
+        "numbers wrong",
+        "twins/flat.py",
+        (
+            (
+                "            optimizer.step()\n",
+                "            if rank == 0:\n                optimizer.step()\n",
+            ),
+        ),
+        "replicas",
+        "course: the step is taken for something that one rank does, as printing",
+        "Half of the gradient comes from weights that never learn.",
+        effect="replicas",
+    ),
+    Row(
         "batch-not-divided",
         "numbers wrong",
         "02_torchrun.py",

@@ -45,6 +45,24 @@ def idle_optimizer(trace):
     return None
 
 
+def skipped(trace):
+    """Tell of a rank that leaves out optimizer steps which another rank makes, if one does."""
+    for number in trace.optimizers:
+        ends = [(r.last("final") or {}).get("weights") for r in trace.ranks]
+        if len({e[number] for e in ends if e and number < len(e)}) < 2 or trace.hang:
+            continue
+        counts = [len(rank.steps_of(number)) for rank in trace.ranks]
+        passes = [{s["since"].get("synced") for s in parts} for parts in trace.together(number)]
+        if len(set(counts)) == 1 and all(len(p) == 1 for p in passes):
+            continue
+        few, many = counts.index(min(counts)), counts.index(max(counts))
+        text = f"rank {few} makes {min(counts)} optimizer steps, rank {many} {max(counts)}"
+        if len(set(counts)) == 1:
+            text = "the ranks leave out different optimizer steps"
+        return BROKEN, f"{text}: the weights part", trace.ranks[many].steps_of(number)[0]["where"]
+    return None
+
+
 def wrapper(trace):
     """Explain gradients that stay on their rank although DistributedDataParallel is there."""
     made = [w for rank in trace.ranks for w in rank.all("wrapper")]
@@ -63,6 +81,8 @@ def wrapper(trace):
         return BROKEN, text, made[0]["where"]
     if averages_weights(trace):
         return NOT_SEEN, "weights are averaged, not gradients", made[0]["where"]
+    if skipped(trace):
+        return NOT_SEEN, "the ranks make different numbers of steps: see replicas", made[0]["where"]
     bad, bypassed = bad_steps(trace), [s for s in synchrony(trace) if past(s[2][0])]
     told = shares_of(trace, ("own", "partial"))
     if not bad and len(bypassed) == len(synchrony(trace)) > 0 and not told[1]:
@@ -113,6 +133,8 @@ def gradients(trace):
     if averages_weights(trace):
         return NOT_SEEN, "weights are averaged, not gradients (local SGD)", None
     place, kinds = steps[0][2][0]["where"], Counter(kind for kind, *_ in steps)
+    if skipped(trace):
+        return NOT_SEEN, "the ranks make different numbers of steps: see replicas", place
     told = len(steps) - kinds["blind"] - kinds["same"]
     if bad_steps(trace):
         if wrapper(trace)[0] == BROKEN:
@@ -177,6 +199,8 @@ def scaled_by_hand(steps):
 
 
 def replicas(trace):
+    if skipped(trace) and not averages_weights(trace):
+        return skipped(trace)
     compared = 0
     for number in trace.optimizers:
         together = trace.together(number)
@@ -220,6 +244,8 @@ def accumulation(trace):
     steps = [s for r in trace.ranks[:1] for s in r.steps if s["before"].get("backward")]
     groups = [s["before"]["backward"] for s in steps]
     groups = [g for g in groups if len({e["where"] for e in g}) == 1]
+    if skipped(trace):
+        return NOT_SEEN, "a rank leaves out steps: see replicas", None
     if not groups:
         return NOT_SEEN, "no step with one loss was seen", None
     most = Counter(map(len, groups)).most_common(1)[0][0]

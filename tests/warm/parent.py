@@ -1,11 +1,11 @@
 """A process that has imported torch and Lightning, and forks one that goes on as a script's own.
 
-    python tests/warm/parent.py SOCKET
+    python tests/warm/parent.py PREFIX      its socket is PREFIX and the numbers of its namespaces
 
 To import torch takes 5 s of a slow machine, to fork takes milliseconds, and the tests start Python
 about a thousand times. conftest.py starts this process and puts sitecustomize.py, beside it, on
 PYTHONPATH: a start of Python anywhere below the tests (torchrun, its ranks, mp.spawn) sends here
-its command line, environment, open files and folder. Pretended nodes, and so Slurm's jobs, do not.
+its command line, environment, open files and folder. A pretended node has a parent of its own.
 What is as in a start of its own: all of these, the signals that it gets, its exit code, its
 death when the first process dies. What is not: it is another process, with another parent, and
 torch has read its environment already. Tests that are about these are marked `cold`.
@@ -27,6 +27,8 @@ import socket
 import sys
 import threading
 import types
+
+import warm_place
 
 HIGH = 400  # numbers that no file of a script has
 
@@ -162,7 +164,7 @@ def serve(listener):
 
 if __name__ == "__main__":
     BASE = sys.path[1:]
-    first = listen(sys.argv[1])
+    first = listen(warm_place.here(sys.argv[1]))
     prepare()
     gc.freeze()  # the collector of a fork need not walk through, and so copy, what is imported
     wanted = serve(first)

@@ -23,15 +23,6 @@ def command(words):
     return None
 
 
-def same_spaces(address):
-    """A pretended node has a network and process numbers of its own: a fork has the parent's."""
-    try:
-        own = [str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("pid", "net")]
-    except OSError:
-        return False
-    return own == address.split(".")[-2:]
-
-
 def hand_over(address, kind, what, arguments, unbuffered):
     import contextlib
     import json
@@ -42,7 +33,7 @@ def hand_over(address, kind, what, arguments, unbuffered):
     try:
         connection.connect(address)
     except OSError:
-        return connection.close()  # the tests are over
+        return connection.close()  # there is none here, or the tests are over
     here = os.open(".", os.O_RDONLY)
     own = {here, connection.fileno()}
     numbers = []
@@ -87,5 +78,7 @@ def hand_over(address, kind, what, arguments, unbuffered):
 
 _address = os.environ.get("WARM")
 _observed = {"CHECK_DIR", "OBSERVE"} & set(os.environ)  # has to see how the script imports torch
-if _address and not _observed and (_command := command(sys.orig_argv)) and same_spaces(_address):
-    hand_over(_address, *_command)
+if _address and not _observed and (_command := command(sys.orig_argv)):
+    import warm_place
+
+    hand_over(warm_place.here(_address), *_command)
