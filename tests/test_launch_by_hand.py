@@ -9,7 +9,7 @@ import pytest
 from test_contract import LOSS, run
 from test_faults import LEFT, start  # noqa: F401  start is a fixture
 
-from ladder import TORCHRUN
+from ladder import ROOT, TORCHRUN
 
 BY_HAND = ["bash", "topics/manual_launch.sh"]
 ONE_EPOCH = ["--epochs=1"]
@@ -97,6 +97,16 @@ def test_the_old_launcher_adds_an_argument_and_sets_the_variables(start, tmp_pat
     job = start(*TORCHRUN, "--standalone", "--nproc-per-node=2", script)
     assert job.end() == 0, job.text
     assert "argument variable 1" in job.text
+
+
+def test_the_script_of_the_notes_for_it(start, tmp_path):  # noqa: F811
+    """The five lines of docs/notes.md, as they stand there."""
+    notes = (ROOT / "docs" / "notes.md").read_text()
+    (tmp_path / "old.py").write_text(re.search(r"```python\n(.*?)```", notes, re.DOTALL)[1])
+    job = start(*OLD, "--nproc-per-node=2", tmp_path / "old.py")
+    assert job.end() == 0 and {"local rank 0", "local rank 1"} <= set(job.text.splitlines())
+    job = start(*TORCHRUN, "--standalone", "--nproc-per-node=2", tmp_path / "old.py")
+    assert job.end() == 0 and job.text.count("local rank None") == 2, job.text
 
 
 def test_a_rung_runs_under_the_old_launcher(start):  # noqa: F811

@@ -894,3 +894,48 @@ def test_the_others_wait_for_the_debugger(whole_reference):
     behind = re.findall(r"rank \d \| behind (\S+)", done.out)
     assert len(behind) == 2 and all(float(moment) > left for moment in behind)
     assert_epochs(done.epochs, whole_reference[:1])
+
+
+# ---- topics/lightning_options.py -----------------------------------------------------------------
+
+OPTIONS = "topics/lightning_options.py"
+
+
+@pytest.mark.parametrize(
+    ("variant", "rounded", "measured"),
+    [
+        ("none", 0, "41 backward passes, 41 with an all-reduce, 41 steps, precision 32-true"),
+        ("static", 0, "41 backward passes, 41 with an all-reduce, 41 steps, precision 32-true"),
+        ("bf16_hook", 0.01, "41 backward passes, 41 with an all-reduce, 41 steps, precision 32"),
+        ("unused", 0, "41 backward passes, 41 with an all-reduce, 41 steps, precision 32-true"),
+        ("accumulate", 0, "164 backward passes, 41 with an all-reduce, 41 steps, precision 32"),
+        (
+            "16-mixed",
+            0.01,
+            "41 backward passes, 41 with an all-reduce, 41 steps, precision bf16-mi",
+        ),
+    ],
+)
+def test_ddp_options_in_lightning(variant, rounded, measured, whole_reference):
+    done = whole(OPTIONS, 2, "--epochs=1", f"--variant={variant}")
+    assert done.codes == [0, 0], done.err
+    assert done.out.count("| prepare_data\n") == 1 and "rank 0 | prepare_data" in done.out
+    assert sorted(re.findall(r"rank (\d) \| setup\n", done.out)) == ["0", "1"]
+    assert f"measured {measured}" in done.out, done.out
+    if rounded:
+        difference = done.epochs[0]["train_loss"] - whole_reference[0]["train_loss"]
+        assert 0 < abs(difference) < rounded
+    else:
+        assert_epochs(done.epochs, whole_reference[:1])
+
+
+def test_what_the_options_topic_says_of_lightning():
+    """A step of what is left at the end of an epoch, and an error where a layer is not used."""
+    drop = {"edit": lambda text: text.replace(', "limit_train_batches": whole', "")}
+    done = whole(OPTIONS, 2, "--epochs=1", "--variant=accumulate", **drop)
+    assert "measured 166 backward passes, 42 with an all-reduce, 42 steps" in done.out, done.err
+    found = {"edit": lambda text: text.replace('{"find_unused_parameters": True}', "{}")}
+    done = fork(OPTIONS, 2, "--epochs=1", "--variant=unused", **found)
+    assert all(done.codes) and "parameters that were not used" in done.err
+    done = fork(OPTIONS, 2, "--variant=accumulate", "--batch-size=100")
+    assert set(done.codes) == {2} and "a rank's batch of 50 does not split into 4" in done.err

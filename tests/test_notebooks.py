@@ -12,8 +12,9 @@ import matplotlib
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from test_contract import run
 
-from ladder import ROOT, RUNGS
+from ladder import ROOT, RUNGS, launch
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 FORBIDDEN = r"init_process_group|mp\.spawn|multiprocessing|torchrun|Trainer|subprocess|^!|^%%"
@@ -259,3 +260,11 @@ def test_work_measured_again_counts_as_it_was_last(tmp_path):
     first = [row | {"samples_per_second": 1, "min": 1, "max": 1, "commit": "old"} for row in rows]
     said, _ = draw([*first, *first, *rows], tmp_path)
     assert "0.1000" in said
+
+
+def test_a_rung_runs_in_a_cell_of_a_notebook():
+    """As docs/notes.md says of Colab and Kaggle: its processes are not the notebook's."""
+    cell = "!torchrun --standalone --nproc-per-node=2 02_torchrun.py --epochs=1"
+    done = launch(sys.executable, "-m", "IPython", "--no-banner", "-c", cell)
+    expected = run("00_single_gpu.py", 1, "--seed=0", whole=True).epochs[0]["train_loss"]
+    assert f"epoch 1/1 | train loss {expected:.4f}" in done.stdout, done.stdout + done.stderr
