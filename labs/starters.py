@@ -105,6 +105,11 @@ class Run:
     out: str
     err: str
     timed_out: bool
+    limit: float = 0.0  # seconds
+
+
+class NotChecked(Exception):
+    """Nothing can be said of the learner's files; the text says why."""
 
 
 def run(
@@ -120,7 +125,7 @@ def run(
     """
     limit = min(limit, ends - time.monotonic())
     if limit <= 0:
-        return Run(None, "", "", True)
+        return Run(None, "", "", True, 0)
     mark = str(uuid.uuid4())
     launcher = (
         r"(WORLD_SIZE|RANK|MASTER_\w+|LOCAL_\w+|GROUP_\w+|ROLE_\w+|(TORCHELASTIC|SLURM_)\w+)$"
@@ -155,7 +160,7 @@ def run(
         finally:
             end(process, mark)
             del running[mark]
-        return Run(code, text_of(out), text_of(err), code is None)
+        return Run(code, text_of(out), text_of(err), code is None, limit)
 
 
 def text_of(path: Path) -> str:
@@ -203,13 +208,23 @@ def end_all() -> None:
 def why(run: Run, script: str = "starter.py") -> str:
     """Return in one line why a run failed: the error, and where in the learner's file."""
     if run.timed_out:
-        return "it did not end in time"
+        last = (run.out.strip() or run.err.strip() or "nothing").splitlines()[-1]
+        return (
+            f"it did not end in {run.limit:.0f} s (a hang, or a busy machine?); last line: {last}"
+        )
     lines = re.findall(rf'{re.escape(script)}", line (\d+)', run.err)
     kinds = r"^(?:\[rank\d+\]: *)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)"
     said = re.findall(rf"^{re.escape(script)}: .*", run.err, re.M)  # of checks.py
     errors = said or re.findall(kinds, run.err, re.M) or run.err.strip().splitlines()[-1:]
     place = f" ({script} line {lines[-1]})" if lines and not said else ""
     return (errors[-1] if errors else f"exit code {run.code}, without a word") + place
+
+
+def must_end(run: Run, what: str) -> None:
+    """Raise NotChecked where a run of ours, to compare with, has not come to its end."""
+    if run.code != 0:
+        text = f"{what}, which has no fault, does not run here: {why(run, 'no script')}"
+        raise NotChecked(f"nothing was checked. {text}")
 
 
 def epochs_of(log: Path) -> list[dict]:
@@ -248,6 +263,11 @@ def checked(work: Path, limit: float, *words: str, script: str = "starter.py", n
         command = [sys.executable, str(LABS / "check.py"), script, f"--nproc={nproc}"]
         command += [f"--json={report}", f"--timeout={limit - 5:g}", "--", *words]
         done = run(command, work, limit)
+        if "check.py: ended after --timeout" in done.err:
+            text = (
+                f"{script} did not end in {limit - 5:g} s: a loop without end, or a busy machine?"
+            )
+            return Result("labs/check.py", False, text)
         if not report.exists():
             return Result("labs/check.py", False, why(done, script))
         return {row["check"]: row for row in json.loads(report.read_text())["checks"]}

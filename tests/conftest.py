@@ -42,7 +42,7 @@ def start_warm_parent(prefix, *node, **options):
     env.pop("WARM", None)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     parent = subprocess.Popen(command, env=env, **pipes, **options)
-    assert parent.stdout.readline() == b"ready\n"
+    parent.stdout.readline()  # it is there, or has failed: then starts are cold
     return parent
 
 

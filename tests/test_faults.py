@@ -123,8 +123,13 @@ def load(path) -> dict:
 def test_the_crash_topic_recovers(form, start, tmp_path):
     options = ["--epochs=2", f"--checkpoint={tmp_path}/crash.pt"]
     command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
-    job = start(*command, *form, *options, env=RESTART)
-    assert job.end() == 0, job.text
+    for _ in range(3):  # torchrun's own fault, now and then: docs/troubleshooting.md
+        (tmp_path / "crash.pt").unlink(missing_ok=True)
+        job = start(*command, *form, *options, env=RESTART)
+        code = job.end()
+        if "Failed to parse reply file" not in job.text:
+            break
+    assert code == 0, job.text
     assert job.text.count("kill -9 in epoch") == 1
     assert epochs_said(job.text) == ["1", "2"]
     whole = fork("02_torchrun.py", 2, "--epochs=2", env=CPU, whole=True)

@@ -135,7 +135,7 @@ def forked(command, work, limit, env=None, watch=None):
             with contextlib.suppress(OSError):
                 os.kill(one, signal.SIGKILL)
                 os.waitpid(one, 0)
-    return starters.Run(code, out.read_text(), err.read_text(), code is None)
+    return starters.Run(code, out.read_text(), err.read_text(), code is None, limit)
 
 
 REAL_RUN = starters.run
@@ -339,6 +339,7 @@ time.sleep(99)
 """
 LAB = """
 import sys, time
+from labs import starters
 from labs.starters import Result, run
 TITLE, MINUTES, LIMIT, QUESTIONS, HINTS = "A hang", 1, 2, {{}}, []
 def files(learner):
@@ -358,11 +359,12 @@ def left(mark):
     return found
 
 
-@pytest.mark.parametrize("how", ["limit", "check hangs", "SIGTERM"])
+@pytest.mark.parametrize("how", ["limit", "check hangs", "ours hangs", "SIGTERM"])
 def test_the_runner_keeps_its_limit_and_leaves_nothing(how, runner, tmp_path):
     (folder := tmp_path / "labs" / "1_hang").mkdir(parents=True)
     (folder / "README.md").write_text("# A lab\n\nIt hangs.\n")
-    then = "time.sleep(50)" if how == "check hangs" else "pass"
+    then = {"check hangs": "time.sleep(50)", "ours hangs": "starters.must_end(done, 'rung 02')"}
+    then = then.get(how, "pass")
     (folder / "lab.py").write_text(LAB.format(hangs=HANGS, then=then))
     mark, begun = f"LABS_TEST={tmp_path}", time.monotonic()
     env = os.environ | {"LABS_TEST": str(tmp_path)}
@@ -377,8 +379,13 @@ def test_the_runner_keeps_its_limit_and_leaves_nothing(how, runner, tmp_path):
     if how == "SIGTERM":
         assert process.returncode == 128 + signal.SIGTERM and err == "run.py: ended by SIGTERM\n"
         return
-    assert process.returncode == 1 and time.monotonic() - begun < 20
-    assert "checking, for 2 s at most" in out
+    assert time.monotonic() - begun < 20 and "checking, for 2 s at most" in out
+    if how == "ours hangs":  # then it is not the learner's fault
+        text = "rung 02, which has no fault, does not run here: it did not end in 2 s (a hang, or a"
+        assert process.returncode == 2 and f"run.py: nothing was checked. {text}" in err
+        assert err.count("\n") == 1 and "NOT YET" not in out
+        return
+    assert process.returncode == 1
     said = (
         "the check took more than 2 s"
         if how == "check hangs"

@@ -6,7 +6,8 @@
 #   bash topics/ssh_launch.sh "$(sort -u "$PBS_NODEFILE" | xargs)"    the nodes that PBS gave you
 #
 # Each node needs this folder and torchrun at the same paths, and lets you in without a password.
-# PORT is where the ranks meet (29400), SSH the command with its options ("ssh -p 2222").
+# PORT is where the ranks meet (default: by the number of this process, so that two jobs do not
+# collide), SSH the command with its options ("ssh -p 2222").
 set -euo pipefail
 cd "$(dirname "$0")/.."
 read -ra nodes <<<"${1:-}"
@@ -15,7 +16,7 @@ read -ra nodes <<<"${1:-}"
 read -ra ssh <<<"${SSH:-ssh}"
 torchrun=(env OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$(command -v torchrun)")
 torchrun+=(--nnodes="${#nodes[@]}" --nproc-per-node="${NPROC:-gpu}")
-torchrun+=(--master-addr="${nodes[0]#*@}" --master-port="${PORT:-29400}")
+torchrun+=(--master-addr="${nodes[0]#*@}" --master-port="${PORT:-$((20000 + $$ % 10000))}")
 
 # When a node fails, or on Ctrl-C, all others are ended: with a terminal (-tt), torchrun there gets
 # a SIGHUP as soon as its ssh is gone.

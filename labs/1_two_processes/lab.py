@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from labs import starters
 from labs.starters import CPU, ROOT, Result, checked, distance, epochs_of, header, patched, run, why
 
 TITLE, MINUTES, LIMIT = "One process to two", 45, 240
@@ -81,7 +82,8 @@ def main(args):
     (
         "    main(common.parse_args())\n",
         """    args = common.parse_args("spawn", nproc=2)  # adds --nproc, and divides the batch
-    # TODO 1: tell the processes where they meet, and start args.nproc of them.
+    # TODO 1: tell the processes where they meet (checks.free_port() is a port that nobody
+    # has), and start args.nproc of them.
     main(args)
 """,
     ),
@@ -126,7 +128,7 @@ def rules(work):
         return [rows]
     if rows["replicas"]["evidence"].startswith("no process made a process group"):
         done = run([sys.executable, "starter.py", *SMALL], work, 60, CPU)
-        text = why(done) if done.code else f"{FAILS}: see TODO 1 and 2"
+        text = why(done) if done.code != 0 else f"{FAILS}: see TODO 1 and 2"
         return [Result("two processes", False, text)]
     bad = [rows[name] for name in RULES if rows[name]["verdict"] == "broken"]
     bad = bad or [rows[name] for name in SEEN if rows[name]["verdict"] != "holds"]
@@ -142,6 +144,7 @@ def check(work, learner, answers):
         return bad
     results = [Result(f"{len(SEEN)} rules", True, f"labs/check.py: {', '.join(SEEN)}")]
     alone, wanted, reference, _ = train(ROOT / "00_single_gpu.py", "")
+    starters.must_end(alone, "00_single_gpu.py")
     script = work / "starter.py"
     done, epochs, file, _ = train(script, script.read_text(), "--nproc=2")
     if done.code != 0 or len(epochs) != len(wanted):

@@ -68,5 +68,6 @@ def main(args):
 
 if __name__ == "__main__":
     args = common.parse_args("spawn", nproc=2)  # adds --nproc, and divides the batch
-    # TODO 1: tell the processes where they meet, and start args.nproc of them.
+    # TODO 1: tell the processes where they meet (checks.free_port() is a port that nobody
+    # has), and start args.nproc of them.
     main(args)

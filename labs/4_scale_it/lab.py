@@ -12,7 +12,7 @@ TITLE, MINUTES, LIMIT = "Scale it", 60, 120
 FAILS = "TODO 1"
 QUESTIONS = {
     "speedup_guess": "before you measure anything: how many times as fast are two processes?",
-    "speedup_predicted": "what starter.py predicts for 2 ranks",
+    "speedup_predicted": "what starter.py predicts for 2 ranks (a number, without quotes)",
     "speedup_measured": "what measure.py measured for 2 ranks: whole / together",
     "gap": "what explains most of the difference: 'compute' (a rank of two needs longer for its "
     "half) or 'communication' (the exchange needs longer or shorter than the ring's formula)",
@@ -139,6 +139,8 @@ def check(work, learner, answers):
         text = f"{name}: {one[name] * 1e3:.1f} ms there, {now[name] * 1e3:.1f} ms now"
         if not good:
             return [*results, Result("this machine", False, f"{text}: measure again, at rest")]
+        if name == "half" and 2 * one["half"] <= one["whole"]:
+            text += ". Half a batch took less than half of the time: something else ran meanwhile"
         results.append(Result("this machine", True, text))
     guess = answers.get("speedup_guess")
     good = isinstance(guess, int | float) and guess > 0

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from labs.starters import CPU, ROOT, Result, distance, header, patched, run, why
+from labs.starters import CPU, ROOT, Result, distance, header, must_end, patched, run, why
 
 TITLE, MINUTES, LIMIT = "Break it", 60, 240
 FAILS = "no checkpoint: see TODO 1"
@@ -125,7 +125,8 @@ def whole():
     """Train with rung 02, which nobody disturbs; return its checkpoint and the folder of that."""
     folder = TemporaryDirectory(prefix="lab-")
     file = Path(folder.name) / "whole.pt"
-    run([*TORCHRUN, ROOT / "02_torchrun.py", *OPTIONS, f"--checkpoint={file}"], ROOT, 60, ENV)
+    command = [*TORCHRUN, ROOT / "02_torchrun.py", *OPTIONS, f"--checkpoint={file}"]
+    must_end(run(command, ROOT, 60, ENV), "02_torchrun.py")
     return file, folder
 
 

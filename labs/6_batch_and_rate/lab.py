@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from labs import starters
 from labs.starters import CPU, ROOT, Learner, Result, distance, epochs_of, patched, run, why
 
-TITLE, MINUTES, LIMIT = "Batch and rate", 60, 180
+TITLE, MINUTES, LIMIT = "Batch and learning rate", 60, 180
 FAILS = "micro-batches"
 QUESTIONS = {
     "effective_batch": "of the job in the header of starter.py: samples in a step of all ranks",
@@ -74,8 +75,8 @@ def starter(head):
             (
                 "    for epoch in range(start_epoch",
                 "    # TODO 2: --lr is right for --base-batch samples. Where --batch-size is k times as\n"
-                "    # large, the rate climbs in the steps of the first epoch, in equal parts, from\n"
-                "    # --lr to k times as much, and stays there.\n\n"
+                "    # large, step i of the n in the first epoch has --lr times 1 + (k - 1) * i / n (i\n"
+                "    # from 1), and all later ones have k times --lr.\n\n"
                 "    for epoch in range(start_epoch",
             ),
             (
@@ -132,14 +133,21 @@ def step_results(seen, plain, far):
 
 
 def check(work, learner, answers):
+    return trained(work) + on_paper(learner, answers)
+
+
+def trained(work):
     script = work / "starter.py"
     three = ("--accumulation-steps=3", "--base-batch=32")
     done, epochs, seen, folder = train(script, *three)
     if done.code != 0 or len(seen) < 2 or len(epochs) != 2:
         return [
-            Result("two ranks", False, why(done) if done.code else "no line an epoch in the log")
+            Result(
+                "two ranks", False, why(done) if done.code != 0 else "no line an epoch in the log"
+            )
         ]
-    _, wanted, plain, reference = train(ROOT / "02_torchrun.py")
+    done, wanted, plain, reference = train(ROOT / "02_torchrun.py")
+    starters.must_end(done, "02_torchrun.py")
     far = distance(Path(folder.name, "checkpoint.pt"), Path(reference.name, "checkpoint.pt"))
     results = step_results(seen[0], plain[0], far)
     if not all(result.passed for result in results):
@@ -159,8 +167,11 @@ def check(work, learner, answers):
     good = tested == 25 and accuracy == wanted[-1]["test_accuracy"]
     text = f"{tested} of 25 test images counted, accuracy {accuracy:.1%}"
     text += "" if good else f" (one process: {wanted[-1]['test_accuracy']:.1%}): see TODO 3"
-    results.append(Result("evaluation", good, text))
+    return [*results, Result("evaluation", good, text)]
 
+
+def on_paper(learner, answers):
+    results = []
     for name, value in right(learner).items():
         said = answers.get(name)
         good = isinstance(said, int | float) and abs(said - value) < 1e-6

@@ -49,8 +49,8 @@ def main(args):
     model = DDP(model)  # all ranks: takes the weights of rank 0
 
     # TODO 2: --lr is right for --base-batch samples. Where --batch-size is k times as
-    # large, the rate climbs in the steps of the first epoch, in equal parts, from
-    # --lr to k times as much, and stays there.
+    # large, step i of the n in the first epoch has --lr times 1 + (k - 1) * i / n (i
+    # from 1), and all later ones have k times --lr.
 
     for epoch in range(start_epoch, args.epochs):
         # A new order each epoch, and the same order in every run with this seed.

@@ -17,6 +17,7 @@ import fcntl
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import random
 import runpy
@@ -91,6 +92,7 @@ def as_new():
     numpy.random.seed()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     dist.set_debug_level_from_env()
+    multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # where a spawned process looks for a file
 
 
 def run(kind, what, arguments):
@@ -106,7 +108,7 @@ def run(kind, what, arguments):
         return runpy._run_module_as_main(what)
     if kind == "-c":
         return exec(compile(what, "<string>", "exec"), main.__dict__)
-    main.__file__ = what
+    main.__file__ = os.path.abspath(what)
     with open(what, "rb") as file:
         code = compile(file.read(), what, "exec")
     exec(code, main.__dict__)
@@ -115,6 +117,8 @@ def run(kind, what, arguments):
 def listen(address):
     """Return a socket to listen on, once there is a first start: to import takes seconds."""
     listener = socket.socket(socket.AF_UNIX)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(address)  # of a node that is gone: the numbers of namespaces come again
     listener.bind(address)
     listener.listen(64)
     print("ready", flush=True)
