@@ -142,8 +142,8 @@ def shown(path):
 def task(folder, lab, work, new):
     text = (folder / "README.md").read_text()
     goal = re.sub(r"\*\*|`", "", text.split("\n\n")[1].replace("\n", " "))
-    goal = goal.removeprefix("Goal. ")
-    print(f"{folder.name}: {lab.TITLE}\n{goal}\n")
+    goal = re.sub(r" About \d+ minutes\.", "", goal.removeprefix("Goal. "))
+    print(f"{folder.name}: {lab.TITLE}, about {lab.MINUTES} minutes\n{goal}\n")
     print(f"the task    {shown(folder / 'README.md')}\nyour files  {shown(work)}/")
     for name in new:
         print(f"  new       {name}")
