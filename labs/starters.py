@@ -28,6 +28,7 @@ LABS = ROOT / "labs"
 MARK = "LABS_RUN"  # in the environment of all that run() starts
 CPU = {"CUDA_VISIBLE_DEVICES": ""}  # env of runs whose numbers are compared bit for bit
 REFRESH = "python labs/starters.py --write"
+KILLED = -9  # as an exit code
 ends = float("inf")  # time.monotonic() at which the runner's limit is over
 running = {}  # mark: the process that run() has started
 
@@ -101,7 +102,7 @@ def stale() -> dict[Path, str]:
 
 @dataclass
 class Run:
-    code: int | None  # None: it was killed at its limit
+    code: int  # -9 too where it was killed at its limit
     out: str
     err: str
     timed_out: bool
@@ -125,7 +126,7 @@ def run(
     """
     limit = min(limit, ends - time.monotonic())
     if limit <= 0:
-        return Run(None, "", "", True, 0)
+        return Run(KILLED, "", "", True, 0)
     mark = str(uuid.uuid4())
     launcher = (
         r"(WORLD_SIZE|RANK|MASTER_\w+|LOCAL_\w+|GROUP_\w+|ROLE_\w+|(TORCHELASTIC|SLURM_)\w+)$"
@@ -160,7 +161,8 @@ def run(
         finally:
             end(process, mark)
             del running[mark]
-        return Run(code, text_of(out), text_of(err), code is None, limit)
+        timed_out = code is None
+        return Run(KILLED if timed_out else code, text_of(out), text_of(err), timed_out, limit)
 
 
 def text_of(path: Path) -> str:
@@ -222,7 +224,7 @@ def why(run: Run, script: str = "starter.py") -> str:
 
 def must_end(run: Run, what: str) -> None:
     """Raise NotChecked where a run of ours, to compare with, has not come to its end."""
-    if run.code != 0:
+    if run.code:
         text = f"{what}, which has no fault, does not run here: {why(run, 'no script')}"
         raise NotChecked(f"nothing was checked. {text}")
 

@@ -135,7 +135,9 @@ def forked(command, work, limit, env=None, watch=None):
             with contextlib.suppress(OSError):
                 os.kill(one, signal.SIGKILL)
                 os.waitpid(one, 0)
-    return starters.Run(code, out.read_text(), err.read_text(), code is None, limit)
+    killed = code is None
+    code = starters.KILLED if killed else code
+    return starters.Run(code, out.read_text(), err.read_text(), killed, limit)
 
 
 REAL_RUN = starters.run

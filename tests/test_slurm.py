@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,8 @@ class Cluster:
         self.logs.mkdir()
 
     def slurm(self, *command):
-        warm = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
-        return call(CLUSTER, *command, env=self.env | warm)
+        path = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # of the warm starts
+        return call(CLUSTER, *command, env=self.env | path)
 
     def submit(self, path, sbatch_options=(), training_options=()):
         log = f"--output={self.logs}/%x-%j.out"
@@ -81,11 +82,8 @@ def cluster():
             start = running.slurm("start")
             assert start.returncode == 0, start.stdout
             if "WARM" in os.environ:
-                for node in ("n1", "n2"):
-                    words = (CLUSTER, "node", node)
-                    running.parents += [
-                        start_warm_parent(os.environ["WARM"], *words, env=running.env)
-                    ]
+                warm = partial(start_warm_parent, os.environ["WARM"], env=running.env)
+                running.parents = [warm(CLUSTER, "node", node) for node in ("n1", "n2")]
             yield running
         finally:
             stop = running.slurm("stop")

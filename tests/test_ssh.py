@@ -52,10 +52,9 @@ def nodes(tmp_path):
 
 def ranks():
     """Return the processes that are ranks or launchers of a rung, of whatever job."""
-    words = "03_multinode.py"
-    found = (p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"])
+    words = {"03_multinode.py", "--seed=4711"}
     return {
-        p.pid for p in found if words in p.info["cmdline"] and "--seed=4711" in p.info["cmdline"]
+        p.pid for p in psutil.process_iter(["cmdline"]) if words <= {*(p.info["cmdline"] or ())}
     }
 
 

@@ -5,13 +5,14 @@ small web server, and asks it for the stacks of all ranks (a browser would open 
 http://localhost:PORT, and find the flight recorder and a profiler there). No rank has to be
 attached to, and no node visited. For a hang of your own: the two lines with debug_server.
 
-It needs tabulate, and torch 2.10 or newer; rank 0 alone may call stop_debug_server(). Whoever
-reaches the ports can read them. After kill -9 of rank 0 its server stays: pkill -f debug_server.
+It needs tabulate and torch.distributed.debug (tried with torch 2.14); rank 0 alone may call
+stop_debug_server(). Whoever reaches the ports can read the pages. After kill -9 of rank 0 its
+server stays: pkill -f debug_server.
 
 Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.debug_server
 All GPUs:                   the same with --nproc-per-node=gpu
 What changed:               diff -U0 -w 02_torchrun.py topics/debug_server.py
-Budget: +55 -1 because it looks at the page itself, where you would take a browser.
+Budget: +45 -1 because it looks at the page itself, where you would take a browser.
 """
 
 import contextlib
@@ -39,7 +40,7 @@ try:
     import tabulate  # noqa: F401  the pages are made with it
     from torch.distributed.debug import start_debug_server, stop_debug_server
 except ImportError:
-    checks.fail("needs tabulate, and torch 2.10 or newer: pip install tabulate")
+    checks.fail("needs tabulate, and a torch with torch.distributed.debug: pip install tabulate")
 
 
 def stacks(port):

@@ -128,7 +128,7 @@ def rules(work):
         return [rows]
     if rows["replicas"]["evidence"].startswith("no process made a process group"):
         done = run([sys.executable, "starter.py", *SMALL], work, 60, CPU)
-        text = why(done) if done.code != 0 else f"{FAILS}: see TODO 1 and 2"
+        text = why(done) if done.code else f"{FAILS}: see TODO 1 and 2"
         return [Result("two processes", False, text)]
     bad = [rows[name] for name in RULES if rows[name]["verdict"] == "broken"]
     bad = bad or [rows[name] for name in SEEN if rows[name]["verdict"] != "holds"]

@@ -142,9 +142,7 @@ def trained(work):
     done, epochs, seen, folder = train(script, *three)
     if done.code != 0 or len(seen) < 2 or len(epochs) != 2:
         return [
-            Result(
-                "two ranks", False, why(done) if done.code != 0 else "no line an epoch in the log"
-            )
+            Result("two ranks", False, why(done) if done.code else "no line an epoch in the log")
         ]
     done, wanted, plain, reference = train(ROOT / "02_torchrun.py")
     starters.must_end(done, "02_torchrun.py")

@@ -96,9 +96,7 @@ def numbers(script):
     reference, wanted = train(ROOT / "02_torchrun.py")
     must_end(reference, "02_torchrun.py")
     if done.code != 0 or len(epochs) != len(wanted):
-        text = (
-            why(done) if done.code != 0 else f"{len(epochs)} lines in --log-json, not {len(wanted)}"
-        )
+        text = why(done) if done.code else f"{len(epochs)} lines in --log-json, not {len(wanted)}"
         return [Result("two ranks", False, text)]
     results = []
     for name in ("train_loss", "test_accuracy", "test_samples"):

@@ -199,8 +199,8 @@ def scaled_by_hand(steps):
 
 
 def replicas(trace):
-    if skipped(trace) and not averages_weights(trace):
-        return skipped(trace)
+    if (found := skipped(trace)) and not averages_weights(trace):
+        return found
     compared = 0
     for number in trace.optimizers:
         together = trace.together(number)
