@@ -75,7 +75,7 @@ def make_step(
     bf16 = fast and device.type == "cuda"
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> None:
-        images = images.to(device, non_blocking=True, memory_format=layout)
+        images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):

@@ -2,7 +2,7 @@
 
 tf32           matrix products of float32 in the GPU's TensorFloat-32 units
 bf16           forward in bfloat16 where that is safe; weights and gradients stay float32
-channels_last  images and filters with channels innermost, the order that the fast units read
+channels_last  filters, and so activations, with channels innermost: the fast units read them so
 autotune       cuDNN tries its algorithms in the first steps and keeps the quickest
 fused          one kernel for the whole optimizer step
 prefetch       a thread that sends the next batch while the device computes (topics/feeding.py)
@@ -93,6 +93,7 @@ def main(args):
     views = {"gradient_as_bucket_view": on["bucket_view"], "static_graph": on["static_graph"]}
     if on["ddp"] and not on["compile"]:
         model = DDP(model, **views)  # all ranks: takes the weights of rank 0
+    spent = []  # seconds of each epoch
 
     for epoch in range(start_epoch, args.epochs):
         # A new order each epoch, and the same order in every run with this seed.
@@ -101,7 +102,7 @@ def main(args):
         start = time.perf_counter()
         model.train()
         for images, labels in common.progress(train_loader, epoch):
-            images = images.to(device, non_blocking=True, memory_format=layout)
+            images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
             optimizer.zero_grad()
             with torch.autocast(device.type, torch.bfloat16, enabled=on["bf16"]):
@@ -122,6 +123,13 @@ def main(args):
         if rank == 0:
             common.save_checkpoint(args, epoch + 1, plain, optimizer)
             common.log_epoch(args, epoch, sums, seconds)
+        spent.append(seconds)
+    if spent:
+        checks.conclude(
+            f"{spent[0]:.1f} s for the first epoch, {spent[-1]:.1f} s for the last",
+            "a slow first one, where much is compiled or tried out",
+            f"{spent[0] - spent[-1]:.1f} s have to be won back by later epochs",
+        )
     dist.destroy_process_group()
 
 

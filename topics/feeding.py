@@ -190,6 +190,16 @@ def main(args):
         if rank == 0:
             common.save_checkpoint(args, epoch + 1, model.module, optimizer)
             common.log_epoch(args, epoch, sums, seconds)
+    if start_epoch < args.epochs:
+        start = time.perf_counter()
+        for images, _ in train_loader:
+            images.to(device, non_blocking=True)
+        alone = common.seconds_since(start, device)
+        checks.conclude(
+            f"{alone:.2f} s to feed an epoch and do nothing else, {seconds:.2f} s to train one",
+            "much less, or a feeder that works while the device computes",
+            f"this feed could serve a step {seconds / alone:.1f} times as fast",
+        )
     dist.destroy_process_group()
 
 
