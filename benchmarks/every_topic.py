@@ -1,8 +1,8 @@
-"""Do the topics do what they say on this machine? It runs each, and keeps the line that it ends with.
+"""Do the topics work on this machine? It runs each, and keeps the line that it ends with.
 
-    python benchmarks/every_topic.py                    all of them, by the commands of their headers
+    python benchmarks/every_topic.py                   all of them, as their headers say
     python benchmarks/every_topic.py --only fsdp compile --processes 4
-    python benchmarks/every_topic.py --help             what else
+    python benchmarks/every_topic.py --help            what else
 
 It takes the header's first command, on GPUs that of "All GPUs". Each run adds a row, with its
 seconds, to results/topics.jsonl. It exits with 1 if a topic has failed. Left out is what waits for

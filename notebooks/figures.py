@@ -44,8 +44,7 @@ def read(path):
 
     Without a file: no rows, in the columns of the file of this name in results/.
     """
-    path = Path(path)
-    if not path.is_file():
+    if not (path := Path(path)).is_file():
         print(f"There is no file {path.name}, so there is nothing to draw.")
         return read(RESULTS / path.name).head(0)
     text = dict.fromkeys(("torch", "commit", "options", "gpu"), str)  # torch 2.10 is not 2.1
@@ -60,9 +59,11 @@ def read(path):
     rows["hardware"] += ", torch " + rows.torch.str.partition("+")[0] + ", " + rows.date
     if "script" not in rows:
         return rows
+    old = rows.script.str.startswith("04_") & rows.commit.isin(["2fa7cd5", "f380b22"])
+    rows.loc[old, "options"] = "SIGTERM_BROADCAST=off"  # rung 04 did that by itself then
     work = ["script", "mode", "devices", "model", "image_size", "per_rank_batch", "precision"]
-    work += ["threads", "num_workers", "options", "gpu", "cpu", "torch"]
-    # Work that was measured again at a later commit counts as it was there.
+    work += ["threads", "num_workers", "options", "hardware"]
+    # Work that was measured again at a later commit of that day counts as it was there.
     return rows[rows.commit == rows.groupby(work, dropna=False).commit.transform("last")]
 
 

@@ -901,7 +901,7 @@ def main(words: list[str] | None = None) -> int:
         sys.exit("\n".join(wrong))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     sys.dont_write_bytecode = True  # a cached file could be that of another fault
-    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    os.environ["PYTHONDONTWRITEBYTECODE"] = os.environ["ALL"] = "1"  # not the day's tests alone
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # seconds for what is not needed here
     for name in HEAVY:
         importlib.import_module(name)

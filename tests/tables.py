@@ -6,6 +6,8 @@ from pathlib import Path
 import pandas as pd
 
 RESULTS = Path(__file__).parent.parent / "results"
+# Commits at which rung 04 took out, by itself, what SIGTERM_BROADCAST=off now takes out of it.
+NO_BROADCAST = {"2fa7cd5", "f380b22", "8c6419d", "627d42f", "ba6d4a1"}
 
 
 def table(heads, lines):
@@ -27,13 +29,16 @@ def read(name):
     text = dict.fromkeys(("torch", "nccl", "python", "commit", "options"), str)
     rows = pd.read_csv(RESULTS / name, dtype=text).fillna({"options": ""})
     rows = rows.drop(columns="seal", errors="ignore")  # it is for the tests, not for readers
+    if "script" in rows:
+        old = rows.script.eq("04_lightning.py") & rows.commit.isin(NO_BROADCAST)
+        rows.loc[old, "options"] = ("SIGTERM_BROADCAST=off " + rows.options).str.strip()
     return rows.assign(place=rows.apply(where, axis=1))
 
 
 def latest(rows):
     """Return the rows without those of work that was measured again at a later commit."""
     work = ["script", "mode", "devices", "model", "image_size", "per_rank_batch", "precision"]
-    work += ["threads", "num_workers", "options"]
+    work += ["threads", "options"]
     return rows[rows.commit == rows.groupby(work).commit.transform("last")]
 
 
@@ -92,28 +97,32 @@ def spread(rows, names):
 
 def speed(model=".*", precision=".*", scripts=".*"):
     """Return samples/s and speedup in weak scaling, a table for each machine and kind of work."""
-    rows = latest(read("scaling.csv")).query("mode == 'weak'")
-    rows = rows.assign(place=rows.place.str.replace(r"\d+ × ", "", regex=True))
+    rows = read("scaling.csv").query("mode == 'weak'")
+    # One machine is one table, whatever the day and the number of its devices.
+    rows = rows.assign(place=rows.place.str.replace(r"^[\d-]+, (\d+ × )?", "", regex=True))
     for name, wanted in {"model": model, "precision": precision, "script": scripts}.items():
         rows = rows[rows[name].str.fullmatch(wanted)]
     parts, line = [], ["script", "precision", "threads", "options"]
     for work, group in rows.groupby(["model", "image_size", "per_rank_batch", "place"], sort=False):
+        bases = spread(group, [*line, "devices", "commit"])
+        group, days = latest(group), sorted({*group.date})
         speeds, counts, lines = spread(group, [*line, "devices"]), sorted({*group.devices}), []
         for script, kind, threads, options in sorted({key[:-1] for key in speeds}):
             # against one process without DDP, of the same run, at the same precision
             twin = (script, kind, threads, f"{options},ddp" if options else "--without=ddp", 1)
             twin = twin if twin in speeds else ("00_single_gpu.py", kind, threads, "", 1)
-            alone = speeds.get(twin)
             words = f" {options}" * bool(options) + f", {threads} threads" * (threads > 1)
             cells = [f"`{script}`{words}", kind]
             for n in counts:
                 commit, found = speeds.get((script, kind, threads, options, n), (None, None))
                 cells.append(number(*found) if found else "")
-                if n > 1 and found and alone and alone[0] == commit:
-                    cells[-1] += f" ({ratio(found, alone[1])})"
+                if n > 1 and (*twin, commit) in bases:
+                    cells[-1] += f" ({ratio(found, bases[*twin, commit][1])})"
             lines.append(cells)
         heads = ["samples/s (speedup)", "precision", *(f"{n} ×" for n in counts)]
-        title = "{0}, {1} × {1} pixels, {2} images a process. {3}.".format(*work)
+        title = "{0}, {1} × {1} pixels, {2} images a process. {4}, {3}.".format(
+            *work, " and ".join(days)
+        )
         parts.append(f"{title}\n\n{table(heads, lines)}")
     return "\n".join(parts)
 
@@ -212,13 +221,28 @@ def loading():
     old = {"script": "00_single_gpu.py", "options": ""}  # of rows that do not say it
     rows = pd.DataFrame([old | json.loads(line) for line in lines])
     work, cells = ["script", "options", "model", "image_size", "batch_size", "num_workers"], []
+    work.append("images")
     for row in rows[~rows.duplicated([*work, "gpu"], keep="last")].to_dict("records"):
         how = f"`{row['script']}` {row['options']}".strip()
-        data = f"{row['image_size']} px, batch {row['batch_size']}"
+        data = f"{row['image_size']} px, batch {row['batch_size']}, {row['images']} an epoch"
         cells.append([how, row["model"], data, row["num_workers"], f"{row['ratio']:.3f}"])
         cells[-1].append(where(row))
     heads = ["script", "model", "images", "workers", "of its resident step", "measured"]
     return table(heads, cells)
+
+
+def last_lines():
+    """Return the last line of each topic, a table for each machine; nothing without a file."""
+    if not (RESULTS / "topics.jsonl").is_file():
+        return "Not measured yet.\n"
+    lines = (RESULTS / "topics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    last, parts = {(row["topic"], row["gpu"]): row for row in rows}, {}
+    for row in last.values():
+        text = row["last_line"].replace("|", "·")
+        parts.setdefault(where(row), []).append([f"`{row['topic']}`", row["processes"], text])
+    heads = ["topic", "ranks", "its last line"]
+    return "\n".join(f"{at}.\n\n{table(heads, cells)}" for at, cells in parts.items())
 
 
 def restarts():

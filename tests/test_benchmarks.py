@@ -212,6 +212,30 @@ def test_strong_scaling_and_a_failure_is_reported(tmp_path):
     assert done.returncode == 2 and "no such script: 05.py. Use 00_single_gpu.py" in done.stdout
 
 
+def test_every_topic_has_its_command_and_its_last_line(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import every_topic
+
+    for topic in every_topic.TOPICS:
+        for gpus in (False, True):
+            words = every_topic.command(topic, 2, gpus)
+            assert f"topics.{topic}" in words or f"topics/{topic}.py" in words
+            assert not {"torchrun", "python", "&", "the"} & set(words), words
+            assert any(word.endswith("=2") for word in words) or words[-1] == "2"
+    words = every_topic.command("mixed_precision", 4, True)
+    assert "--nproc-per-node=4" in words and words[-1] == "224" and "resnet50" in words
+    path = tmp_path / "topics.jsonl"
+    for extra, code in (("--epochs=1", 0), ("--batch-size=97", 1)):
+        done = benchmark(
+            "every_topic.py", "--only", "ddp_by_hand", f"--extra={extra}", "--out", path
+        )
+        assert done.returncode == code, done.stdout
+    good, bad = machine.rows(path)
+    assert good["exit_code"] == 0 and good["seal"] == machine.seal(good)
+    assert good["last_line"].startswith("measured 0.0e+00 between the ranks' weights after 41 ")
+    assert bad["exit_code"] and not bad["last_line"]
+
+
 def left_behind(mark):
     """Return the Python processes that still have this word in their command."""
     return subprocess.run(["pgrep", "-f", f"^[^ ]*python.* {mark}"], capture_output=True).stdout

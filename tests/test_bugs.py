@@ -2,7 +2,6 @@
 
 import contextlib
 import csv
-import datetime
 import os
 import random
 import re
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from labs.bugs import bench, bugs, figure
+from ladder import of_the_day
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # forked processes cannot use CUDA
 torch.set_num_threads(1)
@@ -99,9 +99,7 @@ def test_readme_is_fresh():
         assert path.read_text() == bugs.readme(path), "python labs/bugs/bugs.py --write"
 
 
-# All rows with BUGS_ALL=1; else some, others each day. The workers of pytest must choose alike.
-DAY = random.Random(datetime.date.today().toordinal())
-TODAY = bugs.ROWS if os.environ.get("BUGS_ALL") else DAY.sample(bugs.ROWS, 20)
+TODAY = of_the_day(bugs.ROWS, 20)
 
 
 @pytest.mark.parametrize("row", TODAY, ids=named)

@@ -4,14 +4,19 @@ On the CPU, with Gloo; test_tour.py does it on GPUs, with NCCL, where there are 
 """
 
 import functools
+import hashlib
+import os
+import pickle
+import tempfile
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 import common
-from ladder import PARALLEL, RUNGS, Result, changed, fork
+from ladder import PARALLEL, ROOT, RUNGS, Result, changed, fork, of_the_day
 
 LOSS = 5e-5  # equal to 4 decimals
 WEIGHTS = {torch.float32: 1e-4, torch.float64: 1e-11}
@@ -19,10 +24,19 @@ WEIGHTS = {torch.float32: 1e-4, torch.float64: 1e-11}
 
 @functools.cache
 def run(rung: str, world_size: int, *options: str, dtype=torch.float32, whole=False) -> Result:
-    """Run a job once for all tests that look at it."""
+    """Run a job once for all tests that look at it, also for those of other workers of pytest."""
+    words = [word for word in options if word != "--seed=0"]  # which is the default
+    sources = [path.read_text() for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("data/*.py")])]
+    job = f"{rung} {world_size} {words} {dtype} {whole} {sources}"
+    kept = Path(tempfile.gettempdir(), f"run-{hashlib.sha256(job.encode()).hexdigest()}")
+    if kept.exists():
+        return pickle.loads(kept.read_bytes())
     before = functools.partial(torch.set_default_dtype, dtype)
     result = fork(rung, world_size, *options, before=before, whole=whole)
     assert not any(result.codes), result.err
+    half = kept.with_suffix(f".{os.getpid()}")
+    half.write_bytes(pickle.dumps(result))
+    half.replace(kept)
     return result
 
 
@@ -45,9 +59,8 @@ def assert_weights(weights: dict, other: dict, tolerance: float) -> None:
         assert (weights[name].cpu() - other[name].cpu()).abs().max() <= tolerance, name
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_it_learns(seed):
-    epochs = run("00_single_gpu.py", 1, f"--seed={seed}", whole=True).epochs
+def test_it_learns():
+    epochs = run("00_single_gpu.py", 1, "--seed=0", whole=True).epochs
     assert epochs[-1]["train_loss"] < 0.1 < 1 < epochs[0]["train_loss"]
     assert epochs[-1]["test_accuracy"] >= 0.95
     assert [entry["epoch"] for entry in epochs] == [1, 2, 3, 4, 5]
@@ -56,13 +69,13 @@ def test_it_learns(seed):
 # slow: not in `make check`, which is for whoever edits a rung.
 CASES = [(rung, n, 0) for rung in RUNGS for n in ([1, 2, 3] if rung in PARALLEL else [1])]
 CASES += [pytest.param(rung, 4, 0, marks=pytest.mark.slow) for rung in PARALLEL]
-CASES += [pytest.param(rung, 3, 1, marks=pytest.mark.slow) for rung in PARALLEL]
+CASES += [pytest.param(rung, 3, 1, marks=pytest.mark.slow) for rung in of_the_day(PARALLEL, 1)]
 
 
 @pytest.mark.parametrize(("rung", "world_size", "seed"), CASES)
 def test_same_numbers(rung, world_size, seed):
-    """The README's run on one rank and on two; two of its epochs on more."""
-    options = [f"--seed={seed}"] + ["--epochs=2"] * (world_size > 2)
+    """The README's run on two ranks; two of its epochs on one and on more."""
+    options = [f"--seed={seed}"] + ["--epochs=2"] * (world_size != 2)
     result = run(rung, world_size, *options, whole=True)
     assert_same(result, run("00_single_gpu.py", 1, *options, whole=True))
     assert result.epochs[0]["world_size"] == world_size
@@ -81,8 +94,8 @@ def test_same_weights_in_fp64(rung, world_size):
 @pytest.mark.parametrize("rung", PARALLEL)
 def test_world_size_1_is_bitwise_00(rung):
     assert_weights(
-        run(rung, 1, "--seed=0", whole=True).weights[0],
-        run("00_single_gpu.py", 1, "--seed=0", whole=True).weights[0],
+        run(rung, 1, "--seed=0", "--epochs=2", whole=True).weights[0],
+        run("00_single_gpu.py", 1, "--seed=0", "--epochs=2", whole=True).weights[0],
         0,
     )
 

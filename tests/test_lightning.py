@@ -15,7 +15,7 @@ import torch
 
 import checks
 import common
-from ladder import ROOT, TORCHRUN, fork, launch, launcher_env, without_launcher
+from ladder import ROOT, TORCHRUN, fork, launch, launcher_env, of_the_day, without_launcher
 
 whole = partial(fork, whole=True)  # with all digits
 RUNG = "04_lightning.py"
@@ -200,9 +200,11 @@ def test_pickling_and_main_guard(file, strategy, error, tmp_path):
     assert not error or re.search(error, done.stderr), done.stderr
 
 
+SIGNALS = [(s, n) for s in ("ddp", "ddp_spawn") for n in (signal.SIGTERM, signal.SIGINT)]
+
+
 @pytest.mark.cold
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+@pytest.mark.parametrize(("strategy", "number"), of_the_day(SIGNALS, 2))
 def test_a_signal_leaves_no_process(strategy, number):
     """SIGTERM reaches rank 0's process or its parent only, Ctrl-C all that the terminal has."""
     command = [sys.executable, RUNG, "--devices=2", f"--strategy={strategy}", *TINY]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_lightning import by_hand
 
-from ladder import fork, launch
+from ladder import fork, launch, of_the_day
 
 pytestmark = pytest.mark.cold  # it counts pages of memory
 DATA = ["--dataset=fake:1024", "--epochs=1"]  # 12.6 MB
@@ -24,7 +24,9 @@ def reference():
     return done.epochs[0]
 
 
-@pytest.mark.parametrize("strategy, copies", [("ddp_fork", 1), ("ddp_spawn", 1), ("ddp", 2)])
+@pytest.mark.parametrize(
+    "strategy, copies", [("ddp_fork", 1), *of_the_day([("ddp_spawn", 1), ("ddp", 2)], 1)]
+)
 def test_copies(strategy, copies, reference, tmp_path):
     """Real launches: ranks that the tests fork would begin with the tests' memory."""
     log = f"--log-json={tmp_path}/log"

@@ -144,7 +144,7 @@ def test_other_ranks_and_workers_train_each_sample_once(
 
 
 @pytest.mark.cold  # Slurm signals the processes of a job, which a fork is not
-@pytest.mark.parametrize("name", ["USR1", "TERM"])
+@pytest.mark.parametrize("name", ladder.of_the_day(["USR1", "TERM"], 1))
 def test_slurm_requeues(name, cluster, whole, tmp_path):  # noqa: F811
     """USR1 is what the time limit sends, by the header of the file; TERM is what a scheduler sends
     to the ranks of a job that must make room."""

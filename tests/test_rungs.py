@@ -28,7 +28,7 @@ from test_contract import LOSS, assert_same, assert_weights, run, swap
 
 import checks
 import common
-from ladder import PARALLEL, ROOT, RUNGS, TORCHRUN, changed, fork, launch, only
+from ladder import PARALLEL, ROOT, RUNGS, TORCHRUN, changed, fork, launch, of_the_day, only
 
 WORLD_SIZE = 2
 PLAIN = [name for name in RUNGS if not name.startswith("04")]  # 04's file is Lightning's own
@@ -870,7 +870,8 @@ def test_start_00_and_00b():
 
 @pytest.mark.cold
 def test_start_two_of_01_at_once():
-    command = [sys.executable, "01_single_node_multi_gpu.py", f"--nproc={WORLD_SIZE}", *SHORT]
+    command = [sys.executable, "01_single_node_multi_gpu.py", f"--nproc={WORLD_SIZE}"]
+    command += [*SHORT, "--epochs=1"]
     results = []
     threads = [threading.Thread(target=lambda: results.append(launch(*command))) for _ in range(2)]
     for thread in threads:
@@ -879,7 +880,7 @@ def test_start_two_of_01_at_once():
         thread.join()
     assert len(results) == 2
     for result in results:
-        check(result)
+        check(result, epochs=1)
 
 
 # Says how many threads of Gloo live when Python ends: each may abort the process (exit code -6).
@@ -892,7 +893,9 @@ atexit.register(lambda: os.write(1, b"gloo threads: %d\\n" % sum("gloo" in open(
 
 
 @pytest.mark.cold
-@pytest.mark.parametrize("script", ["02_torchrun.py", "03_multinode.py", "topics/standalone.py"])
+@pytest.mark.parametrize(
+    "script", of_the_day(["02_torchrun.py", "03_multinode.py", "topics/standalone.py"], 1)
+)
 def test_start_of_a_module(script, tmp_path):
     """The old launcher adds an argument --local-rank=N, which 02 takes and does not need."""
     (tmp_path / "sitecustomize.py").write_text(COUNT)

@@ -12,7 +12,7 @@ from test_slurm import cluster  # noqa: F401  a fixture: skips without Slurm, bu
 
 import checks
 import common
-from ladder import ROOT, fork, launcher_env
+from ladder import ROOT, fork, launcher_env, of_the_day
 
 FILES = ["04_lightning.py", *(f"topics/{path.name}" for path in ROOT.glob("topics/lightning_*.py"))]
 FILE = ROOT / "slurm" / "04_lightning.sbatch"
@@ -205,7 +205,7 @@ def test_an_interactive_shell_of_one_task(cluster, reference):  # noqa: F811
 
 
 @pytest.mark.cold  # Slurm signals the processes of a job, which a fork is not
-@pytest.mark.parametrize("way", ["USR1", "scontrol requeue"])
+@pytest.mark.parametrize("way", of_the_day(["USR1", "scontrol requeue"], 1))
 def test_back_to_the_queue(way, cluster, reference, tmp_path):  # noqa: F811
     """In the second epoch, which the job then does again; USR1 with the launcher of requeue.sbatch.
 

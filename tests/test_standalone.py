@@ -106,9 +106,9 @@ def train(world_size: int, folder: Path, job: str, *options: str, code: int = 0)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_it_prints_the_losses_of_the_ladder(world_size, tmp_path):
     entries = run("00_single_gpu.py", 1, "--seed=0", whole=True).epochs
-    printed = train(world_size, tmp_path / "digits", "digits")
-    assert [epoch for epoch, _, _ in printed] == [1, 2, 3, 4, 5]
-    for (_, loss, metric), entry in zip(printed, entries, strict=True):
+    printed = train(world_size, tmp_path / "digits", "digits", "--epochs=2")
+    assert [epoch for epoch, _, _ in printed] == [1, 2]
+    for (_, loss, metric), entry in zip(printed, entries[:2], strict=True):
         assert abs(loss - entry["train_loss"]) < LOSS + 5e-5  # printed with 4 decimals
         assert metric == round(entry["test_accuracy"], 4)
 

@@ -37,7 +37,8 @@ def assert_same_losses(epochs: list[dict], reference: list[dict]) -> None:
 @pytest.mark.cold  # it counts pages of memory
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    ("storage", "ranks", "copies"), [("shared", 4, 1), ("copy", 2, 2), ("mmap", 4, 1)]
+    ("storage", "ranks", "copies"),
+    [("mmap", 4, 1), *ladder.of_the_day([("shared", 4, 1), ("copy", 2, 2)], 1)],
 )
 def test_shared_dataset(storage, ranks, copies, tmp_path):
     """Copies of the data in the memory of all ranks and their parent; the losses are 01's.

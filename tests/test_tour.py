@@ -25,7 +25,7 @@ GPUS = count_gpus()
 def test_tour(processes, tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     command = [sys.executable, "benchmarks/tour.py", f"--processes={processes}"]
-    command += [f"--json={tmp_path / 'tour.json'}"]
+    command += ["--epochs=2", f"--json={tmp_path / 'tour.json'}"]
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stdout + result.stderr
     rungs = json.loads((tmp_path / "tour.json").read_text())["rungs"]
