@@ -12,7 +12,7 @@ compile        the model as fused kernels, without DDP: one all-reduce after the
                was the quickest of the ways that benchmarks/compiled_ddp.py compares
 
 Step: the model runs under autocast because that is what bf16 means; average() is for compile.
-Budget: +42 -8 because each of the nine can be taken away, so that a benchmark can add them singly.
+Budget: +49 -7 because each of the nine can be taken away, so that a benchmark can add them singly.
 
 One process:                torchrun --standalone --nproc-per-node=1 -m topics.fast
 Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.fast \

@@ -16,7 +16,7 @@ All GPUs:                   torchrun --standalone --nproc-per-node=gpu -m topics
 All of them, as shares of the speed without any feeding:
                             python benchmarks/data_loading.py --feeds
 What changed:               diff -U0 -w 02_torchrun.py topics/feeding.py
-Budget: +81 -3 because the thread and its buffers are what fast.py feeds from.
+Budget: +91 -3 because the thread and its buffers are what fast.py feeds from.
 """
 
 import os
