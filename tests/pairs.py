@@ -6,6 +6,7 @@ The pairs are not listed anywhere: the header of a file names the command that s
 """
 
 import ast
+import functools
 import re
 import subprocess
 import tempfile
@@ -20,9 +21,15 @@ def scripts() -> list[Path]:
     return sorted([*ROOT.glob("[0-9]*.py"), *ROOT.glob("topics/[!_]*.py")])
 
 
+@functools.cache
+def header(source: str) -> str:
+    """Return the docstring of a file's text."""
+    return ast.get_docstring(ast.parse(source)) or ""
+
+
 def pairs() -> list[tuple[Path, Path]]:
     """Return (file, its variant), as the headers name them."""
-    docs = {path: ast.get_docstring(ast.parse(path.read_text())) or "" for path in scripts()}
+    docs = {path: header(path.read_text()) for path in scripts()}
     found = [(ROOT / a, ROOT / b, path) for path, doc in docs.items() for a, b in PAIR.findall(doc)]
     for before, after, path in found:
         assert after == path, (
