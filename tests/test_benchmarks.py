@@ -21,7 +21,7 @@ import torch.nn.functional as F
 import common
 import pairs
 from benchmarks import machine, tour
-from ladder import ROOT, RUNGS, TORCHRUN, launch
+from ladder import ROOT, RUNGS, TORCHRUN, launch, of_the_day
 
 TWO = [*TORCHRUN, "--standalone", "--nproc-per-node=2"]
 MACHINE = ["cpu", "cores", "gpus", "gpu", "torch", "cuda", "nccl", "python", "os", "commit", "date"]
@@ -141,13 +141,16 @@ def observed(folder, *command, **env):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     "command, backend",
-    [
-        ("00_single_gpu.py", "none"),
-        ("01_single_node_multi_gpu.py --nproc=2", "gloo"),  # mp.spawn
-        ("-m torch.distributed.run --standalone --nproc-per-node=2 02_torchrun.py", "gloo"),
-        ("04_lightning.py --devices=2", "gloo"),  # starts the script again
-        ("04_lightning.py --devices=2 --strategy=ddp_fork", "gloo"),
-    ],
+    of_the_day(
+        [
+            ("00_single_gpu.py", "none"),
+            ("01_single_node_multi_gpu.py --nproc=2", "gloo"),  # mp.spawn
+            ("-m torch.distributed.run --standalone --nproc-per-node=2 02_torchrun.py", "gloo"),
+            ("04_lightning.py --devices=2", "gloo"),  # starts the script again
+            ("04_lightning.py --devices=2 --strategy=ddp_fork", "gloo"),
+        ],
+        3,
+    ),
 )
 def test_every_rank_is_observed(command, backend, tmp_path):
     """A line an epoch; the peak of memory is in bytes, as the kernel has it."""
@@ -260,7 +263,7 @@ def stopped(number, ready, name, *options):
     return *process.communicate(timeout=90), process.returncode
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("name", of_the_day(["SIGINT", "SIGTERM", "SIGHUP"], 1))
 def test_a_stopped_benchmark_keeps_what_was_measured_and_leaves_no_rank_behind(name, tmp_path):
     """Ctrl-C, kill or timeout, a closed terminal: else ranks would slow down the next one."""
     number = getattr(signal, name)

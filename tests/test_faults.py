@@ -119,7 +119,7 @@ def load(path) -> dict:
 # ---- restarts by torchrun ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", [["-m", "topics.crash"], ["topics/crash.py"]], ids=["-m", "path"])
+@pytest.mark.parametrize("form", of_the_day([["-m", "topics.crash"], ["topics/crash.py"]], 1))
 def test_the_crash_topic_recovers(form, start, tmp_path):
     options = ["--epochs=2", f"--checkpoint={tmp_path}/crash.pt"]
     command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=3"]

@@ -131,7 +131,9 @@ def stopped(tmp_path_factory):
     return result.checkpoint
 
 
-@pytest.mark.parametrize("world_size, workers", [(1, 0), (2, 2), (3, 0), (4, 1)])
+@pytest.mark.parametrize(
+    "world_size, workers", ladder.of_the_day([(1, 0), (2, 2), (3, 0), (4, 1)], 2)
+)
 def test_other_ranks_and_workers_train_each_sample_once(
     world_size, workers, stopped, whole, tmp_path
 ):

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from conftest import start_warm_parent
 
+from ladder import of_the_day
+
 ROOT = Path(__file__).parent.parent
 CLUSTER = ROOT / "slurm" / "laptop_cluster.sh"
 FILES = sorted((ROOT / "slurm").glob("*.sbatch"))
@@ -223,7 +225,7 @@ def test_a_script_of_ones_own_from_any_folder(cluster, tmp_path):
     assert ranks == [(str(rank), str(tmp_path)) for rank in range(4)], log
 
 
-@pytest.mark.parametrize("name", ["03_multinode", "03_multinode_srun"])
+@pytest.mark.parametrize("name", of_the_day(["03_multinode", "03_multinode_srun"], 1))
 def test_a_job_whose_port_is_taken_fails_and_does_not_join(cluster, name):
     """Both jobs get port 20007; the second one ends, and the first one does not notice."""
     path = edited(cluster, name, r"(port|PORT)=\$\(\(.*\)\)", r"\1=20007")

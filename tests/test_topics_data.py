@@ -121,7 +121,7 @@ FED = (
 )
 
 
-@pytest.mark.parametrize("clusters", ["job", "node", "rank"])
+@pytest.mark.parametrize("clusters", ladder.of_the_day(["job", "node", "rank"], 2))
 def test_dask_data(clusters, start, tmp_path):
     """One cluster for the job, one a node, or (the mistake) one a rank. The losses are 03's.
 
@@ -185,7 +185,10 @@ def test_dask_worker_never_comes(tmp_path):
     assert "Dask has not started 1 workers and read the data: no answer in 4 s" in done.err
 
 
-@pytest.mark.parametrize("fault", ["cluster.close()", "cluster.loop.add_callback(time.sleep, 999)"])
+LOST = ["cluster.close()", "cluster.loop.add_callback(time.sleep, 999)"]
+
+
+@pytest.mark.parametrize("fault", ladder.of_the_day(LOST, 1))
 def test_dask_scheduler_is_lost(fault):
     """It ends, or hangs, before the first epoch. Each rank ends, and says what it waited for."""
     pytest.importorskip("distributed")
