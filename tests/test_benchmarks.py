@@ -889,7 +889,7 @@ def test_the_table_of_nequip(monkeypatch, tmp_path):
 
     versions = dict.fromkeys(("nequip", "e3nn", "ase", "lightning"), "1")
     runs = {"1 rank": run((2, 4), (0.5, 8)), "2 ranks": run((2, 4.004), (0.5, 8.000008))}
-    (tmp_path / "nequip.json").write_text(json.dumps({"machine": WORK | versions, "runs": runs}))
+    (tmp_path / "nequip.json").write_text(json.dumps([{"machine": WORK | versions, "runs": runs}]))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     text = tables.nequip()
     assert cells(text)[0] == ["1 rank", "3", "0.5000000", "8.0000000"]
