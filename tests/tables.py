@@ -233,6 +233,21 @@ def restarts():
     return table(["", "setting", "runs that finish", "from the kill to the new start line"], lines)
 
 
+def dask():
+    """Return the seconds of each way to have Dask's clusters: median, smallest to largest."""
+    if not (RESULTS / "dask.csv").is_file():
+        return "Not measured yet.\n"
+    lines, work = [], ["place", "nodes", "ranks", "workers", "clusters"]
+    for key, some in read("dask.csv").groupby(work, sort=False):
+        cells = [f"`{key[-1]}`", f"{key[2]} on {key[1]}", some.schedulers.iloc[-1], key[3]]
+        for name in ("ready", "loading", "wall"):
+            seconds = some[name]
+            cells.append(f"{seconds.median():.2f} s, {seconds.min():.2f} to {seconds.max():.2f} s")
+        lines.append([*cells, len(some), key[0]])
+    heads = ["`--clusters`", "ranks on nodes", "schedulers", "Dask workers", "until it is up"]
+    return table([*heads, "data of an epoch", "the whole run", "runs", "measured"], lines)
+
+
 def nequip():
     """Return the errors of each way, as measured last, and of which measurement they are."""
     lines, runs, places = [], {}, {}
