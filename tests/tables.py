@@ -257,16 +257,38 @@ def restarts():
     return table(["", "setting", "runs that finish", "from the kill to the new start line"], lines)
 
 
+def dask():
+    """Return the seconds of each way to have Dask's clusters: median, smallest to largest."""
+    if not (RESULTS / "dask.csv").is_file():
+        return "Not measured yet.\n"
+    lines, work = [], ["place", "nodes", "ranks", "workers", "clusters"]
+    for key, some in read("dask.csv").groupby(work, sort=False):
+        cells = [f"`{key[-1]}`", f"{key[2]} on {key[1]}", some.schedulers.iloc[-1], key[3]]
+        for name in ("ready", "loading", "wall"):
+            seconds = some[name]
+            cells.append(f"{seconds.median():.2f} s, {seconds.min():.2f} to {seconds.max():.2f} s")
+        lines.append([*cells, len(some), key[0]])
+    heads = ["`--clusters`", "ranks on nodes", "schedulers", "Dask workers", "until it is up"]
+    return table([*heads, "data of an epoch", "the whole run", "runs", "measured"], lines)
+
+
 def nequip():
-    record, lines = json.loads((RESULTS / "nequip.json").read_text()), []
-    runs = {name: pd.DataFrame(run["epochs"]) for name, run in record["runs"].items()}
-    for name, run in runs.items():
-        errors = (f"{run[kind].iloc[-1]:.7f}" for kind in ("forces_mae", "total_energy_mae"))
-        lines.append([name, record["runs"][name]["steps"], *errors])
-    apart = (runs["2 ranks"] / runs["1 rank"] - 1).abs().max(axis=None)
+    """Return the errors of each way, as measured last, and of which measurement they are."""
+    lines, runs, places = [], {}, {}
     names = ("nequip", "e3nn", "ase", "lightning")
-    versions = ", ".join(f"{name} {record['machine'][name]}" for name in names)
+    for record in json.loads((RESULTS / "nequip.json").read_text()):
+        versions = ", ".join(f"{name} {record['machine'][name]}" for name in names)
+        runs |= record["runs"]
+        places |= dict.fromkeys(record["runs"], f"{where(record['machine'])}, {versions}")
+    errors = {name: pd.DataFrame(run["epochs"]) for name, run in runs.items()}
+    for name, run in errors.items():
+        last = (f"{run[kind].iloc[-1]:.7f}" for kind in ("forces_mae", "total_energy_mae"))
+        lines.append([name, runs[name]["steps"], *last])
     text = table(["run", "optimizer steps", "forces MAE, eV/Å", "energy MAE of a cell, eV"], lines)
-    text += f"\nErrors of the last epoch. {where(record['machine'])}, {versions}.\n"
-    text += "\nLargest relative difference of 1 rank and 2 ranks, over all epochs: "
-    return f"{text}{apart:.0e}.\n"
+    text += f"\nErrors of the last epoch. {'; '.join(dict.fromkeys(places.values()))}.\n"
+    for other in ("2 ranks", "2 ranks, Lightning's own DDP"):
+        if other in errors:
+            apart = (errors[other] / errors["1 rank"] - 1).abs().max(axis=None)
+            text += f"\nLargest relative difference of 1 rank and {other}, over all epochs: "
+            text += f"{apart:.0e}.\n"
+    return text

@@ -887,6 +887,19 @@ def test_the_table_of_restarts(monkeypatch, tmp_path):
     ]
 
 
+def test_the_table_of_dask(monkeypatch, tmp_path):
+    """Medians and ranges, each way by itself."""
+    own = {"nodes": 2, "ranks": 4, "schedulers": 1, "workers": 4, "loading": 0.5, "wall": 20}
+    seconds = [("job", 2.0), ("job", 9.0), ("job", 4.0), ("node", 8.0)]
+    rows = [own | {"clusters": name, "ready": ready} for name, ready in seconds]
+    made_up(monkeypatch, tmp_path, "dask.csv", *rows)
+    found = [line[:1] + line[4:5] + line[7:8] for line in cells(tables.dask())]
+    assert found == [
+        ["`job`", "4.00 s, 2.00 to 9.00 s", "3"],
+        ["`node`", "8.00 s, 8.00 to 8.00 s", "1"],
+    ]
+
+
 def test_the_tables_of_tour_and_parity(monkeypatch, tmp_path):
     """Loss and accuracy are those of the last epoch, the speed is a median without the first."""
     epoch = {"world_size": 2, "train_loss": 0.3, "test_accuracy": 0.8}
@@ -916,11 +929,14 @@ def test_the_table_of_nequip(monkeypatch, tmp_path):
 
     versions = dict.fromkeys(("nequip", "e3nn", "ase", "lightning"), "1")
     runs = {"1 rank": run((2, 4), (0.5, 8)), "2 ranks": run((2, 4.004), (0.5, 8.000008))}
-    (tmp_path / "nequip.json").write_text(json.dumps({"machine": WORK | versions, "runs": runs}))
+    later = {"2 ranks, Lightning's own DDP": run((2, 4.04), (0.5, 8))}
+    records = [{"machine": WORK | versions, "runs": some} for some in (runs, later)]
+    (tmp_path / "nequip.json").write_text(json.dumps(records))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     text = tables.nequip()
     assert cells(text)[0] == ["1 rank", "3", "0.5000000", "8.0000000"]
-    assert "over all epochs: 1e-03." in text
+    assert "2 ranks, over all epochs: 1e-03." in text and "DDP, over all epochs: 1e-02." in text
+    assert [line[0] for line in cells(text)] == [*runs, *later]
 
 
 def test_speedup_and_efficiency_of_the_figure(monkeypatch, tmp_path):

@@ -931,6 +931,16 @@ def test_ddp_options_in_lightning(variant, rounded, measured, whole_reference):
         assert_epochs(done.epochs, whole_reference[:1])
 
 
+def test_the_options_topic_counts_this_run_only(tmp_path):
+    """A resumed run: steps and passes of its own two epochs, not those of the checkpoint."""
+    for epochs in (1, 3):
+        done = fork(OPTIONS, 2, f"--epochs={epochs}", "--variant=accumulate", folder=tmp_path)
+        assert done.codes == [0, 0], done.err
+    numbers = r"measured (\d+) .* (\d+) with an .* (\d+) steps.* expected (\d+)"
+    counts = re.findall(numbers, done.out)
+    assert counts == [("20", "5", "5", "20"), ("40", "10", "10", "40")]
+
+
 def test_what_the_options_topic_says_of_lightning():
     """A step of what is left at the end of an epoch, and an error where a layer is not used."""
     drop = {"edit": lambda text: text.replace(', "limit_train_batches": whole', "")}

@@ -105,3 +105,18 @@ def test_what_cannot_work_is_refused(data):
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0 and "8 is not divisible by 3" in done.stderr
     assert not Path(data / "three" / "metrics.csv").exists()
+
+
+def test_why_the_world_size_is_not_that_of_slurm(monkeypatch):
+    """By hand there is no SLURM_NTASKS, and within salloc it is that of the allocation."""
+    import nequip.utils.resolvers  # noqa: F401  int_div and int_mul
+    from omegaconf import OmegaConf, errors
+
+    config = OmegaConf.load(HERE / "config.yaml")
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    assert config.per_rank_batch_size == 8  # one rank, whatever the allocation
+    config.world_size = "${oc.env:SLURM_NTASKS}"
+    assert config.per_rank_batch_size == 4
+    monkeypatch.delenv("SLURM_NTASKS")
+    with pytest.raises(errors.InterpolationResolutionError, match="'SLURM_NTASKS' not found"):
+        print(config.per_rank_batch_size)

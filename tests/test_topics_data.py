@@ -16,6 +16,7 @@ import pytest
 import test_faults
 import torch
 import torch.distributed as dist
+from test_lightning import by_hand
 
 import checks
 import common
@@ -111,6 +112,26 @@ def test_graph_dataset(tmp_path):
     wrong = fork("topics/graph_dataset.py", 1, f"--checkpoint={digits.checkpoint}")
     assert wrong.codes == [2] and "was made with --model small" in wrong.err
     wrong = fork("topics/graph_dataset.py", 1, "--dataset=MNIST")
+    assert wrong.codes == [2] and "has its own data set" in wrong.err
+
+
+@pytest.mark.cold  # it counts pages of memory
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_lightning_graph():
+    """The losses of the loop of 02 on two ranks and on one; two forked ranks hold one copy."""
+    pytest.importorskip("torch_geometric")
+    words = ["--epochs=2", "--graphs=480"]
+    fewer = {"edit": lambda text: text.replace("Grown(2000, ", "Grown(480, ")}
+    loop = fork("topics/graph_dataset.py", 1, "--epochs=2", **fewer)
+    alone = fork("topics/lightning_graph.py", 1, *words)
+    two = [*words, "--devices=2", "--strategy=ddp_fork"]
+    both = fork("topics/lightning_graph.py", 1, *two, before=by_hand)
+    assert alone.codes == both.codes == [0], alone.err + both.err
+    assert_same_losses(alone.epochs, loop.epochs)
+    assert_same_losses(both.epochs, loop.epochs)
+    found = re.search(r"^measured (\S+) copies of the data on 2 ranks, expected 1,", both.out, re.M)
+    assert float(found[1]) == pytest.approx(1, abs=0.1)
+    wrong = fork("topics/lightning_graph.py", 1, "--dataset=MNIST")
     assert wrong.codes == [2] and "has its own data set" in wrong.err
 
 

@@ -34,10 +34,12 @@ rung = importlib.import_module("04_lightning")  # no name that an import stateme
 
 
 class Images(rung.Images):
+    moved = ("ddp_spawn",)  # with which strategies to shared memory
+
     def __init__(self, args):  # before Trainer.fit
         super().__init__(args)
-        self.sets = common.load_datasets(args)
-        if args.strategy == "ddp_spawn":
+        self.sets = self.load()
+        if args.strategy in self.moved:
             room = shutil.disk_usage("/dev/shm").free if sys.platform == "linux" else float("inf")
             if sum(storages(self.sets).values()) > room:
                 checks.fail(f"/dev/shm has {room} bytes free: use ddp_fork, or docker --shm-size")
@@ -45,6 +47,9 @@ class Images(rung.Images):
                 for tensor in part.tensors:
                     tensor.share_memory_()  # pickling would, but after loaded_at has been noted
         self.loaded_by, self.loaded_at = os.getpid(), storages(self.sets)
+
+    def load(self):
+        return common.load_datasets(self.args)
 
     def setup(self, stage):
         checks.same_on_all_ranks(self.args, self.args.start_epoch)  # all ranks

@@ -56,12 +56,16 @@ class Classifier(rung.Classifier):
         if args.variant == "unused":
             self.spare = torch.nn.Linear(1, 1)
 
+    def on_train_start(self):
+        super().on_train_start()
+        self.steps_before = self.trainer.global_step  # those of the checkpoint
+
     def on_before_backward(self, loss):
         self.passes += 1
         self.sent += self.trainer.strategy.model.require_backward_grad_sync
 
     def on_train_end(self):
-        steps, trainer = self.trainer.global_step, self.trainer
+        trainer, steps = self.trainer, self.trainer.global_step - self.steps_before
         checks.conclude(
             f"{self.passes} backward passes, {self.sent} with an all-reduce, {steps} steps, "
             f"precision {trainer.precision}",
