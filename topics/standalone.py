@@ -58,9 +58,12 @@ def main(args):
     test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), batch)
     model = build_model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-    found = rank == 0 and os.path.exists(args.checkpoint)
-    state = [torch.load(args.checkpoint, "cpu", weights_only=True) if found else {"epochs": 0}]
+    state = [{"epochs": 0}, args]
+    if rank == 0 and os.path.exists(args.checkpoint):
+        state[0] = torch.load(args.checkpoint, "cpu", weights_only=True)
     dist.broadcast_object_list(state)  # all ranks: they start where rank 0's file ends
+    if state[1] != args:
+        raise SystemExit(f"rank {rank} has {args}, rank 0 has {state[1]}: make them equal")
     if state[0]["epochs"]:
         model.load_state_dict(state[0]["weights"])
         optimizer.load_state_dict(state[0]["optimizer"])
@@ -87,15 +90,17 @@ def main(args):
             sums[3] += len(targets)
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
         loss, metric = (sums[::2] / sums[1::2]).tolist()
-        if not loss < float("inf"):  # too large a rate, or no full batch
-            raise SystemExit(f"train loss {loss} in epoch {epoch + 1}: nothing is saved")
+        if not (loss < float("inf") and all(p.isfinite().all() for p in model.parameters())):
+            raise SystemExit(f"loss {loss} (no full batch? --lr too large?): nothing is saved")
         if rank == 0 and args.checkpoint:  # under another name first: a kill leaves a whole file
             save = {"epochs": epoch + 1, "weights": model.module.state_dict()}
             save |= {"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
-            with open(f"{args.checkpoint}.tmp", "wb", buffering=0) as file:
+            path = os.path.realpath(args.checkpoint)  # the file itself, where this is a link to it
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(f"{path}.tmp", "wb", buffering=0) as file:
                 torch.save(save, file)
                 os.fsync(file.fileno())  # on the disk, before it gets the name
-            os.replace(file.name, args.checkpoint)
+            os.replace(file.name, path)
         if rank == 0:
             print(f"epoch {epoch + 1} | train loss {loss:.4f} | test metric {metric:.4f}")
     dist.destroy_process_group()
@@ -107,4 +112,4 @@ if __name__ == "__main__":
         parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--checkpoint", default="", help="save here; resume where it exists")
     args = parser.parse_args()
-    main(args) if "RANK" in os.environ else parser.error("start it with torchrun --standalone")
+    main(args) if os.environ.get("RANK") else parser.error("start it with torchrun --standalone")
