@@ -7,6 +7,7 @@ in the environment that the launcher would have made.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -96,6 +97,23 @@ def changed(change: Callable) -> Callable[[], None]:
         common.build_model = lambda args: change(build_model(args))
 
     return before
+
+
+def tell_timeouts() -> None:
+    """A `before`: at the end each group's is printed. A mesh's groups would have 30 minutes."""
+    conclude = checks.conclude
+
+    def told(*words):
+        for group in torch.distributed.distributed_c10d._world.pg_map:
+            seconds = group._get_backend(torch.device("cpu")).options._timeout.seconds
+            print(f"{group.group_desc} | timeout {seconds}\n", end="", flush=True)
+        conclude(*words)
+
+    checks.conclude = told
+
+
+def timeouts(out: str) -> list[str]:
+    return re.findall(r"^\S+ \| timeout (\d+)$", out, re.M)
 
 
 def _child(source: str, path: Path, argv: list[str], env: dict, folder: Path, before) -> int:
