@@ -149,7 +149,8 @@ def _check_launch(launcher: str, args: Namespace) -> None:
     if by_torchrun and tasks > nodes:
         fail(f"srun has started {tasks} torchruns on {nodes} nodes: use --ntasks-per-node=1")
     if by_torchrun and tasks > agents:
-        wanted = f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint=HEAD_NODE:29400"
+        wanted = f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-id=MY_JOB"
+        wanted += " --rdzv-endpoint=HEAD_NODE:29400"
         fail(f"srun has started {tasks} torchruns that do not know each other: torchrun {wanted}")
     if not by_torchrun and launcher in ("python", "spawn") and tasks > 1:
         fail(f"srun has started it {tasks} times on {nodes} nodes: use --ntasks-per-node=1")
@@ -238,7 +239,7 @@ def _check_lightning(args: Namespace) -> None:
 def _check_files(args: Namespace) -> None:
     """Make the folders of the files that will be written, and see now whether that can work."""
     try:
-        for path in filter(None, (args.checkpoint, args.log_json)):
+        for path in filter(None, (args.checkpoint, args.log_json, getattr(args, "plain", None))):
             folder = Path(path).resolve().parent
             folder.mkdir(parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK):
@@ -384,8 +385,13 @@ def _no_full_batch(args: Namespace, kept: str = "") -> NoReturn:
     fail(text + kept, all_ranks=True)
 
 
-def loss_is_finite(args: Namespace, epoch: int, sums: torch.Tensor) -> None:
-    """End all ranks, which have the same sums, before a useless epoch spoils the checkpoint."""
+def loss_is_finite(
+    args: Namespace, epoch: int, sums: torch.Tensor, model: torch.nn.Module | None = None
+) -> None:
+    """End all ranks, which have the same sums, before a useless epoch spoils the checkpoint.
+
+    model: one that common.save_checkpoint does not save, and so does not look at.
+    """
     loss, samples = sums[:2].tolist()
     exists = args.checkpoint and os.path.exists(args.checkpoint)
     kept = f"; {args.checkpoint} stays as it was" if exists else ""
@@ -394,6 +400,13 @@ def loss_is_finite(args: Namespace, epoch: int, sums: torch.Tensor) -> None:
     if not math.isfinite(loss):
         text = f"train loss {loss / samples} in epoch {epoch + 1}{kept}"
         fail(f"{text}. Try a smaller --lr than {args.lr}", 1, all_ranks=True)
+    if model is not None:  # the last step may have spoiled it; of FSDP's weights a rank has shards
+        own = [w.to_local() if hasattr(w, "to_local") else w for w in model.parameters()]
+        finite = torch.tensor(float(all(w.isfinite().all() for w in own))).to(sums.device)
+        dist.all_reduce(finite, dist.ReduceOp.MIN)
+        if not finite:
+            text = f"a weight is not finite after epoch {epoch + 1}: nothing was saved"
+            fail(f"{text}{kept}", 1, all_ranks=True)
 
 
 def ignore_signals(worker: int) -> None:

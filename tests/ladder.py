@@ -9,6 +9,7 @@ import datetime
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -106,6 +107,23 @@ def changed(change: Callable) -> Callable[[], None]:
         common.build_model = lambda args: change(build_model(args))
 
     return before
+
+
+def tell_timeouts() -> None:
+    """A `before`: at the end each group's is printed. A mesh's groups would have 30 minutes."""
+    conclude = checks.conclude
+
+    def told(*words):
+        for group in torch.distributed.distributed_c10d._world.pg_map:
+            seconds = group._get_backend(torch.device("cpu")).options._timeout.seconds
+            print(f"{group.group_desc} | timeout {seconds}\n", end="", flush=True)
+        conclude(*words)
+
+    checks.conclude = told
+
+
+def timeouts(out: str) -> list[str]:
+    return re.findall(r"^\S+ \| timeout (\d+)$", out, re.M)
 
 
 def _child(source: str, path: Path, argv: list[str], env: dict, folder: Path, before) -> int:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tokenize
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -243,6 +244,21 @@ def test_troubleshooting_quotes_exist(message):
     assert message in TROUBLESHOOTING
     said = (ROOT / "checks.py").read_text() + (ROOT / "data" / "datasets.py").read_text()
     assert message.removesuffix(" nan") in said
+
+
+@pytest.mark.parametrize(
+    ("message", "module"),
+    [
+        ("device_ids and output_device arguments ", "torch.nn.parallel.distributed"),
+        ("SyncBatchNorm layers only work with GPU modules", "torch.nn.parallel.distributed"),
+        ("Failed to parse reply file", "torch.distributed.elastic.multiprocessing.errors"),
+        ("Early stopping conditioned on metric", "lightning.pytorch.callbacks.early_stopping"),
+    ],
+)
+def test_troubleshooting_quotes_what_torch_and_lightning_say(message, module):
+    """Those that are in Python; of the others the tests of the failures see some."""
+    assert message in TROUBLESHOOTING
+    assert message in Path(find_spec(module).origin).read_text()
 
 
 def test_default_timeout_is_the_documented_one():

@@ -267,6 +267,7 @@ def test_torchruns_that_do_not_know_each_other(cluster):
     torchrun = ["torchrun", "--standalone", "--nproc-per-node=1", "03_multinode.py"]
     done = cluster.slurm("exec", "srun", "-N2", "--ntasks-per-node=1", *torchrun)
     line = "srun has started 2 torchruns that do not know each other: torchrun --nnodes=2"
+    line += " --rdzv-backend=c10d --rdzv-id=MY_JOB --rdzv-endpoint=HEAD_NODE:29400"
     assert done.returncode != 0 and f"03_multinode.py: {line}" in done.stdout, done.stdout
     assert "epoch 1/" not in done.stdout
 

@@ -3,7 +3,6 @@
 import os
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -66,7 +65,7 @@ def build_model():
 JOBS = {"digits": None, "regression": REGRESSION, "text": TEXT}
 
 
-def train(world_size: int, folder: Path, job: str, *options: str, code: int = 0) -> list[tuple]:
+def train(world_size, folder, job, *options, code=0, before=None) -> list[tuple]:
     """Fork the ranks; return (epoch, loss, metric) as they were printed."""
     text = FILE.read_text()
     if JOBS[job]:
@@ -86,6 +85,8 @@ def train(world_size: int, folder: Path, job: str, *options: str, code: int = 0)
             os.dup2(fd, 2)
             sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
             sys.argv = [str(FILE), *options]
+            if before:
+                before()
             torch.set_num_threads(1)
             os.environ |= launcher_env(rank, world_size, port)
             exec(compile(text, str(FILE), "exec"), {"__name__": "__main__", "__file__": str(FILE)})
@@ -142,6 +143,31 @@ def test_wrong_uses_end_in_words(tmp_path):
     assert train(2, tmp_path / "nan", "regression", *options, code=1) == []
     assert "nothing is saved" in (tmp_path / "nan" / "out.0").read_text()
     assert file.read_bytes() == before
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    """The last step of an epoch may spoil them: its loss is that of the step before."""
+
+    def spoil():
+        def spoiled(model):
+            torch.nn.init.constant_(next(model.parameters()), torch.nan)
+            return of_module(model)
+
+        of_module, torch.nn.Module.eval = torch.nn.Module.eval, spoiled
+
+    file = tmp_path / "run.pt"
+    options = ["--epochs=1", f"--checkpoint={file}"]
+    assert train(2, tmp_path / "nan", "text", *options, before=spoil, code=1) == []
+    assert not file.exists()
+
+
+def test_a_link_to_a_checkpoint_stays_a_link(tmp_path):
+    """As from a home to a larger disk."""
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "run.pt").symlink_to("scratch/real.pt")
+    assert train(2, tmp_path / "r", "text", "--epochs=1", f"--checkpoint={tmp_path}/run.pt")
+    assert (tmp_path / "run.pt").is_symlink()
+    assert [path.name for path in (tmp_path / "scratch").iterdir()] == ["real.pt"]
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from torch.utils.data import DistributedSampler
 
 import common
 import pairs
-from ladder import ROOT, changed, fork, launch, only
+from ladder import ROOT, changed, fork, launch, only, tell_timeouts, timeouts
 
 TWO = ["--epochs=2"]
 APART = ("standalone",)
@@ -258,6 +258,20 @@ def test_fsdp(reference, tmp_path):
         assert refused.codes == [2] and line in refused.err and "Traceback" not in refused.err
 
 
+def test_fsdp_with_files_that_cannot_be_used(tmp_path):
+    """A folder is made for --plain, where a link stays one. A half shard is said in one line."""
+    (tmp_path / "link.pt").symlink_to("new/real.pt")
+    options = ("--epochs=1", "--dataset=fake:96", "--image-size=8", "--timeout=30")
+    plain = topic("fsdp", 2, *options, f"--plain={tmp_path}/link.pt", folder=tmp_path)
+    assert (tmp_path / "link.pt").is_symlink() and not any(plain.codes)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["real.pt"]
+    for shard in tmp_path.glob("*.shards/0001/*.distcp"):
+        shard.write_bytes(shard.read_bytes()[:99])
+    refused = fork("topics/fsdp.py", 1, *options, folder=tmp_path)
+    [line] = refused.err.splitlines()
+    assert refused.codes == [2] and re.search(r"cannot read \S+.shards/0001: \S+\(", line)
+
+
 def test_fsdp_in_bfloat16_with_batch_norm():
     """Its weights stay in float32, or it would be refused: mixed dtypes."""
     norm = changed(lambda model: model.insert(2, torch.nn.BatchNorm2d(16)))
@@ -267,8 +281,9 @@ def test_fsdp_in_bfloat16_with_batch_norm():
 
 def test_lightning_fsdp(reference, tmp_path):
     """The numbers of 02, and half of the states on each of two ranks."""
-    options = ["--devices=2", "--checkpoint="]
-    done = topic("lightning_fsdp", 2, *TWO, *options)
+    options = ["--devices=2", "--checkpoint=", "--timeout=77"]
+    done = topic("lightning_fsdp", 2, *TWO, *options, before=tell_timeouts)
+    assert len(timeouts(done.out)) > 2 and set(timeouts(done.out)) == {"77"}
     for ours, theirs in zip(done.epochs, reference.epochs, strict=True):
         assert ours["train_loss"] == pytest.approx(theirs["train_loss"], abs=5e-5)
         assert ours["test_accuracy"] == theirs["test_accuracy"]

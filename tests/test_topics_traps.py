@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from ladder import ROOT, fork
+from ladder import ROOT, fork, tell_timeouts, timeouts
 
 
 def topic(name, world_size, *options, **more):
@@ -97,7 +97,8 @@ def test_device_mesh(grid):
     """Replicate x shard x tensor on four ranks: 02's losses, and as many weights as promised."""
     plain = topic("../02_torchrun", 2, "--epochs=1")
     options = ["--epochs=1", "--checkpoint=", f"--shard={grid[1]}", f"--tensor={grid[2]}"]
-    done = topic("device_mesh", 4, *options)
+    done = topic("device_mesh", 4, *options, "--timeout=77", before=tell_timeouts)
+    assert len(timeouts(done.out)) >= 4 and set(timeouts(done.out)) == {"77"}
     assert done.epochs[0]["train_loss"] == pytest.approx(plain.epochs[0]["train_loss"], abs=5e-5)
     assert done.epochs[0]["test_accuracy"] == plain.epochs[0]["test_accuracy"]
     assert done.epochs[0]["test_samples"] == 125 and not done.err

@@ -62,6 +62,8 @@ def main(args):
     options = common.loader_options(args, device)
     grid = (world_size // (args.shard * args.tensor), args.shard, args.tensor)
     mesh = init_device_mesh(device.type, grid, mesh_dim_names=("replicate", "shard", "tensor"))
+    for group in mesh.get_all_groups():
+        group.set_timeout(args.timeout)  # not 30 minutes
     data_ranks, data_rank = world_size // args.tensor, rank // args.tensor
     share = {"num_replicas": data_ranks, "rank": data_rank}
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True, **share)

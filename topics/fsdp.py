@@ -17,7 +17,7 @@ For 00 to resume from:      the same with --plain checkpoints/fsdp.pt
 All GPUs:                   the same with --nproc-per-node=gpu
 In bfloat16:                the same with --param-dtype bfloat16
 What changed:               diff -U0 -w 02_torchrun.py topics/fsdp.py
-Budget: +80 -9 because a sharded model is made, tested and saved in another way.
+Budget: +87 -10 because a sharded model is made, tested and saved in another way.
 """
 
 import os
@@ -52,6 +52,7 @@ def masked(loader, own):
 
 def put_together(folder, file):
     """Rank 0: make a file that 00 reads of the shards on disk."""
+    file = os.path.realpath(file)  # the file itself, where this is a link to it
     dcp_to_torch_save(folder, half := f"{file}.tmp")
     state = torch.load(half, weights_only=True)
     numbered = state["optimizer"]["state"]  # with numbers that DCP has made strings of
@@ -107,9 +108,14 @@ def main(args):
     last = max(folder.glob("*/.metadata"), default=None)  # written last: a corrupt one has none
     if args.checkpoint and last:
         settings = dict.fromkeys(("epochs", *checks.RESUME_KEYS))
-        dcp.load(settings, checkpoint_id=last.parent)  # alone: the rest may be of another model
-        checks.resumable(settings, args)
-        dcp.load(state, checkpoint_id=last.parent)  # all ranks: each reads its shards, in place
+        try:
+            dcp.load(settings, checkpoint_id=last.parent)  # alone: the rest may be of another model
+            checks.resumable(settings, args)
+            dcp.load(state, checkpoint_id=last.parent)  # all ranks: each reads its shards, in place
+        except dcp.CheckpointException as error:  # on all ranks, with the errors of each
+            why, _ = next(iter(error.failures.values()))
+            text = f"cannot read {last.parent}: {why!r}. Delete it, or use another --checkpoint"
+            checks.fail(text, all_ranks=True)
     else:
         whole = common.build_model(args).state_dict() if rank == 0 else {}
         send = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -140,7 +146,7 @@ def main(args):
         sums[2:] = common.evaluate(model, masked(test_loader, own), device)
         sums[3] = own
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
-        checks.loss_is_finite(args, epoch, sums)
+        checks.loss_is_finite(args, epoch, sums, model)
         if args.checkpoint:
             state = {"weights": model.state_dict(), "optimizer": optimizer.state_dict()}
             state |= {"epochs": epoch + 1, "rng": torch.get_rng_state(), "cuda_rng": None}

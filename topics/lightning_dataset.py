@@ -52,8 +52,8 @@ class Images(rung.Images):
         return common.load_datasets(self.args)
 
     def setup(self, stage):
-        checks.same_on_all_ranks(self.args, self.args.start_epoch)  # all ranks
         self.train_set, self.test_set = self.sets
+        checks.same_on_all_ranks(self.args, self.args.start_epoch, self.train_set)  # all ranks
         self.device = self.trainer.strategy.root_device
         self.options = common.loader_options(self.args, self.device)
         self.options["batch_size"] = self.args.per_rank_batch

@@ -87,15 +87,15 @@ def main(args):
             sums[3] += len(targets)
         dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks
         loss, metric = (sums[::2] / sums[1::2]).tolist()
-        if not loss < float("inf"):  # too large a rate, or no full batch
-            raise SystemExit(f"train loss {loss} in epoch {epoch + 1}: nothing is saved")
+        if not (loss < float("inf") and all(p.isfinite().all() for p in model.parameters())):
+            raise SystemExit(f"loss {loss} (no full batch? --lr too large?): nothing is saved")
         if rank == 0 and args.checkpoint:  # under another name first: a kill leaves a whole file
             save = {"epochs": epoch + 1, "weights": model.module.state_dict()}
             save |= {"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
-            with open(f"{args.checkpoint}.tmp", "wb", buffering=0) as file:
+            with open(f"{os.path.realpath(args.checkpoint)}.tmp", "wb", buffering=0) as file:
                 torch.save(save, file)
                 os.fsync(file.fileno())  # on the disk, before it gets the name
-            os.replace(file.name, args.checkpoint)
+            os.replace(file.name, file.name[:-4])  # where this is a link: the file behind it
         if rank == 0:
             print(f"epoch {epoch + 1} | train loss {loss:.4f} | test metric {metric:.4f}")
     dist.destroy_process_group()
@@ -107,4 +107,4 @@ if __name__ == "__main__":
         parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--checkpoint", default="", help="save here; resume where it exists")
     args = parser.parse_args()
-    main(args) if "RANK" in os.environ else parser.error("start it with torchrun --standalone")
+    main(args) if os.environ.get("RANK") else parser.error("start it with torchrun --standalone")

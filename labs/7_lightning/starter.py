@@ -81,7 +81,7 @@ class Classifier(L.LightningModule):
     def on_train_epoch_end(self):  # after validation, before the checkpoint
         metrics = self.trainer.callback_metrics  # all ranks: adds up over the ranks
         sums = torch.stack([metrics[name] for name in ("loss", "samples", "correct", "tested")])
-        checks.loss_is_finite(self.args, self.current_epoch, sums)
+        checks.loss_is_finite(self.args, self.current_epoch, sums, self)
         if self.global_rank == 0:
             common.log_epoch(self.args, self.current_epoch, sums, self.seconds)
 
