@@ -17,6 +17,8 @@ sys.path.insert(0, str(ROOT / "labs"))
 
 import check  # noqa: E402
 import judge  # noqa: E402
+from judge.collectives import collectives  # noqa: E402
+from judge.trace import Trace  # noqa: E402
 
 import ladder  # noqa: E402,F401  imports what the forked ranks need
 from labs.bugs.bench import fork_watched  # noqa: E402
@@ -539,6 +541,41 @@ def test_hang_or_abort_is_named(name, tmp_path):
     assert kind in evidence and words in evidence, evidence
 
 
+IN_RECORD = (
+    "def main",
+    "from torch.distributed.elastic.multiprocessing.errors import record\n\n\n@record\ndef main",
+)
+SLOW = {
+    "before the group": ("    dist.init", "    if os.environ['RANK'] == '1':\n", 60),
+    "before DDP": ("    model = DDP", "    if rank:\n", 60),
+    "at the time-out": ("    model = DDP", "    while rank:\n", 5),
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_a_slow_rank_is_no_hang(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "IDLE", 1)
+    before, condition, timeout = SLOW[name]
+    slow = (before, f"{condition}        __import__('time').sleep(4)\n{before}")
+    path = edited(tmp_path, IN_RECORD, slow)
+    trace, results = checked(path, more=False, timeout=timeout)
+    assert trace.timed_out == (timeout == 5) and not broken(results), results
+    if trace.timed_out:
+        assert "rank 1 is at train.py" in results["collectives"]["evidence"]
+
+
+def test_one_call_of_all_ranks_is_no_mismatch():
+    """Both are in DDP(), in the same call: nothing but the time says that it hangs."""
+    entry = {"op": "gloo:all_gather", "sizes": [[1]], "id": 1, "frames": []}
+    status = {"0": {"last_enqueued_collective": 1, "last_completed_collective": 0}}
+    answer = {"entries": [entry], "status": status, "frames": [[__file__, 7, "main"]]}
+    trace = Trace(Path(__file__), hang={0: answer, 1: answer}, errors={0: "", 1: ""})
+    verdict, text, _ = collectives(trace)
+    assert verdict == judge.BROKEN and text.startswith("no progress: rank 0 waits in all_gather")
+    trace.timed_out = True
+    assert collectives(trace)[0] == judge.NOT_SEEN
+
+
 ODD = {
     "accumulation": [*ACCUMULATE],
     "accumulation with no_sync": [
@@ -690,6 +727,20 @@ ODD = {
             "",
         ),
     ],
+    "tensor parallel": [
+        (
+            "    model = DDP(model)\n",
+            "    from torch.distributed.tensor import parallel as tp\n"
+            "    plan = {'0': tp.ColwiseParallel(), '2': tp.RowwiseParallel()}\n"
+            "    tp.parallelize_module(model, torch.distributed.init_device_mesh('cpu', (world_size,)), plan)\n",
+        ),
+        ("DistributedSampler(train_set)", "DistributedSampler(train_set, 1, 0)"),
+        ("model.module", "model"),
+        (CLIP, ""),
+        ("Subset(test_set, range(rank, 21, world_size))", "test_set"),
+        ("        dist.all_reduce(sums)\n", ""),
+        (SAVE, ""),
+    ],
     "local sgd": [
         ("    model = DDP(model)\n", ""),
         ("model.module", "model"),
@@ -736,6 +787,14 @@ ODD = {
         ("    model = DDP(model)\n", "    model = torch.compile(DDP(model), backend='eager')\n"),
         ("model.module", "model._orig_mod.module"),
     ],
+    "headers of inductor": [
+        (
+            "        model.eval()\n",
+            "        model.eval()\n"
+            "        header = compile(\"open('run.log', 'a')\", '/tmp/torchinductor_me/a.py', 'exec')\n"
+            "        exec(header)\n",
+        )
+    ],
     "sleeping rank": [
         (
             "        if rank == 0:\n            print",
@@ -754,7 +813,7 @@ def test_odd_but_right(name, tmp_path):
     trace, results = checked(edited(tmp_path, *ODD[name]), more=False)
     assert not any(trace.codes.values()), trace.error[-3000:]
     assert not broken(results), [r for r in results.values() if r["verdict"] == "broken"]
-    if name not in ("fsdp", "local sgd"):
+    if name not in ("fsdp", "tensor parallel", "local sgd"):
         assert results["gradients"]["verdict"] == results["replicas"]["verdict"] == "holds", results
 
 

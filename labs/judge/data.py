@@ -86,6 +86,8 @@ def samples(trace):
         total += read
         if drawn and not all(x == lists[0] for x in lists):
             return NOT_SEEN, f"drawn with replacement: {repeated} of {read} twice by design", place
+        if double >= trace.world and tensor_parallel(trace, lists):
+            return NOT_SEEN, "ranks that share a layer's weights read the same samples", place
         if double >= trace.world and not all(len(set(x)) < 2 for x in lists):
             text = f"epoch {number}: {double} of {read} reads are of samples that another rank read"
             same = all(set(x) == set(lists[0]) for x in lists)
@@ -104,6 +106,15 @@ def samples(trace):
         return NOT_SEEN, text, first[0]["where"]
     text = f"{total} reads in {len(epochs(trace))} epochs, no sample by two ranks in one"
     return HOLDS, text, first[0]["where"]
+
+
+def tensor_parallel(trace, lists):
+    """Say whether layers are cut in different ways, and ranks read all alike or nothing in common.
+
+    FSDP cuts all of them in the same way.
+    """
+    cut = any(s["sharded"] and s["layouts"] > 1 for r in trace.ranks for s in r.steps)
+    return cut and not shared({tuple(x) for x in lists})
 
 
 def come_back(trace):
