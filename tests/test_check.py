@@ -341,6 +341,15 @@ FAULTS = {
         ],
     ),
     "not divided": ("accumulation", "nothing is divided", [*ACCUMULATE, ("(loss / 2)", "loss")]),
+    "not divided, but the model divides": (
+        "accumulation",
+        "nothing is divided",
+        [
+            *ACCUMULATE,
+            ("(loss / 2)", "loss"),
+            ("model(inputs), labels", "model(inputs) / inputs.norm().clamp(max=2), labels"),
+        ],
+    ),
     "accumulation under no_sync": (
         "wrapper",
         "no_sync",
@@ -672,6 +681,16 @@ ODD = {
         ("        with torch.no_grad():\n", "        if rank == 0:\n"),
         ("                sums += torch", "                with torch.no_grad(): sums += torch"),
         ("        dist.all_reduce(sums)\n", ""),
+    ],
+    "all evaluate the last one": [
+        ("range(rank, 21, world_size)", "range(rank, 20, world_size)"),
+        (
+            "        dist.all_reduce(sums)\n",
+            "        dist.all_reduce(sums)\n"
+            "        with torch.no_grad():\n"
+            "            for inputs, labels in DataLoader(Subset(test_set, [20]), 8):\n"
+            "                sums += torch.tensor([(model.module(inputs).argmax(1) == labels).sum(), 1])\n",
+        ),
     ],
     "all evaluate": [
         ("Subset(test_set, range(rank, 21, world_size))", "test_set"),

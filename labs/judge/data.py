@@ -142,8 +142,11 @@ def samples_by_hand(trace):
     if bad * 2 > len(rows):
         text = f"in {bad} of {len(rows)} steps two ranks train on the same rows"
         return BROKEN, text, steps[0][0]["where"]
+    if bad:
+        text = f"in {bad} of {len(rows)} steps two ranks have the same rows, in most they do not"
+        return NOT_SEEN, text, steps[0][0]["where"]
     text = f"in {len(rows)} steps no two ranks have the same rows (batches cut by hand)"
-    return (NOT_SEEN if bad else HOLDS), text, steps[0][0]["where"]
+    return HOLDS, text, steps[0][0]["where"]
 
 
 def order(trace):
@@ -245,7 +248,8 @@ def evaluation(trace):
 def miscounted(trace, parts, lists):
     """Return (verdict, evidence) where the ranks count a sample twice, or report one shard."""
     read, union = sum(map(len, lists)), len(set().union(*lists))
-    if len(lists) > 1 and all(set(x) == set(lists[0]) for x in lists) and union > 1:
+    several = union > 1 or not parts[0]["replicas"]  # a sampler pads one sample to one a rank
+    if len(lists) > 1 and all(set(x) == set(lists[0]) for x in lists) and several:
         return None  # every rank evaluates everything
     if read > union and all(p["ended"] for p in parts):
         text = f"{union} samples are counted as {read}: the sampler pads"

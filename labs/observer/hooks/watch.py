@@ -358,7 +358,9 @@ def scalars(loss):
                 except (TypeError, ValueError, RuntimeError):
                     found.append(None)
             reduction = getattr(node, "_saved_reduction", reduction)
-        level = [n for node in filter(None, level) for n, _ in node.next_functions][:8]
+        # Below the loss function are the model's own divisions.
+        above = [n for n in filter(None, level) if not hasattr(n, "_saved_reduction")]
+        level = [n for node in above for n, _ in node.next_functions][:8]
     return found, reduction
 
 
