@@ -760,6 +760,25 @@ ODD = {
         ("        dist.all_reduce(sums)\n", ""),
         (SAVE, ""),
     ],
+    "copied shards": [
+        (
+            "    optimizer = torch.optim.SGD(model.parameters()",
+            "    weights = list(model.parameters())\n"
+            "    part = nn.utils.parameters_to_vector(weights).detach().chunk(world_size)[rank].clone()\n"
+            "    parts = [torch.empty_like(part) for _ in range(world_size)]\n"
+            "    optimizer = torch.optim.SGD([part]",
+        ),
+        ("            optimizer.zero_grad()\n", "            model.zero_grad()\n"),
+        (CLIP, ""),
+        (
+            "            optimizer.step()\n",
+            "            part.grad = nn.utils.parameters_to_vector([w.grad for w in weights]).chunk(world_size)[rank]\n"
+            "            optimizer.step()\n"
+            "            dist.all_gather(parts, part)\n"
+            "            nn.utils.vector_to_parameters(torch.cat(parts), weights)\n",
+        ),
+        (SAVE, ""),
+    ],
     "local sgd": [
         ("    model = DDP(model)\n", ""),
         ("model.module", "model"),
@@ -832,7 +851,7 @@ def test_odd_but_right(name, tmp_path):
     trace, results = checked(edited(tmp_path, *ODD[name]), more=False)
     assert not any(trace.codes.values()), trace.error[-3000:]
     assert not broken(results), [r for r in results.values() if r["verdict"] == "broken"]
-    if name not in ("fsdp", "tensor parallel", "local sgd"):
+    if name not in ("fsdp", "tensor parallel", "copied shards", "local sgd"):
         assert results["gradients"]["verdict"] == results["replicas"]["verdict"] == "holds", results
 
 
