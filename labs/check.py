@@ -310,6 +310,7 @@ def more_runs(trace, args, started, limit, starter):
 
     total = len(trace.ranks[0].steps)
     saves = [e for e in trace.ranks[0].all("save") if 0 < e["steps"] < total]
+    loads = [e for rank in trace.ranks for e in rank.all("load")]
     with Stash(trace) as stash:
         if started:
             trace.alone = again(1, stop=3)
@@ -318,16 +319,17 @@ def more_runs(trace, args, started, limit, starter):
             trace.resumed = "nothing in the script reads a checkpoint"
         elif not saves:
             trace.resumed = "no checkpoint with torch.save before the last step"
-        elif any(stash.existed.get(e["path"]) for e in saves):
+        elif any(stash.existed.get(e["path"]) for e in [*saves, *loads]):
             trace.resumed = "the checkpoint was there before: the first run went on from it"
         else:
-            late = [e for e in saves if e["steps"] + 2 <= total]  # epoch 1 hides what is forgotten
-            saved = (late or saves)[-1]
+            early = [e for e in saves if e["steps"] + 2 <= total]  # epoch 1 hides what is forgotten
+            saved = (early or saves)[-1]
             later = [e["steps"] for e in saves if e["steps"] > saved["steps"]]
             killed = again(args.nproc, stop=min([saved["steps"] + 2, total, *later]))
             second = again(args.nproc)
             trace.resumed = {"whole": trace, "killed": killed, "again": second, "saved": saved}
-            if not any(rank.all("load") for rank in second.ranks):
+            late = killed.timed_out or second.timed_out
+            if not late and not any(rank.all("load") for rank in second.ranks):
                 trace.resumed = "the second run read no checkpoint with torch.load"
             for path in stash.written(second).keys() | stash.written(killed).keys():
                 if path not in stash.existed:

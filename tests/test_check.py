@@ -879,6 +879,15 @@ def test_resume(name, tmp_path):
     assert words in results["resume"]["evidence"]
 
 
+def test_a_checkpoint_that_was_there_before(tmp_path):
+    """It is replaced by another file, and the first run ended with it: nothing is left to resume."""
+    saved = ('(state, "state.pt")', '(state, "run.log"); os.replace("run.log", "state.pt")')
+    checked(edited(tmp_path, saved, ("range(start, 3)", "range(start, 1)")), more=False)
+    _, results = checked(edited(tmp_path, saved))
+    assert not broken(results), results
+    assert results["resume"]["evidence"].startswith("the checkpoint was there before")
+
+
 @pytest.mark.parametrize(
     ("rate", "batch", "wrong"),
     [
@@ -991,7 +1000,7 @@ def test_against_one_rank(tmp_path):
 def test_further_runs_end_in_time(tmp_path, monkeypatch):
     monkeypatch.setattr(check, "MORE", 2)
     load = '        state = torch.load("state.pt")\n'
-    slow = (load, load + "        __import__('time').sleep(99)\n")
+    slow = (load, "        __import__('time').sleep(99)\n" + load)
     trace, results = checked(edited(tmp_path, slow))
     assert trace.seconds < 40 and not broken(results)
     assert results["resume"]["evidence"].startswith("a stop and a resume take more than twice")
