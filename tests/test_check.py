@@ -851,6 +851,7 @@ def test_odd_but_right(name, tmp_path):
     trace, results = checked(edited(tmp_path, *ODD[name]), more=False)
     assert not any(trace.codes.values()), trace.error[-3000:]
     assert not broken(results), [r for r in results.values() if r["verdict"] == "broken"]
+    assert not results["wrapper"]["evidence"].startswith("0 "), results["wrapper"]
     if name not in ("fsdp", "tensor parallel", "copied shards", "local sgd"):
         assert results["gradients"]["verdict"] == results["replicas"]["verdict"] == "holds", results
 
