@@ -201,6 +201,7 @@ def run(script, words, ranks, nodes, timeout, started, stop=0, starter=start):
 def watch(folder, pids, codes, deadline):
     """Wait for the processes, and fill codes; return (answers of a hang or None, timed out?)."""
     sign, moved, looked, asked, grace = None, time.monotonic(), 0.0, 0, None
+    calls, same = None, 0
     while len(codes) < len(pids):
         for rank, pid in pids.items():
             if rank not in codes and (done := os.waitpid(pid, os.WNOHANG))[0]:
@@ -209,7 +210,7 @@ def watch(folder, pids, codes, deadline):
         if any(codes.values()):
             grace = grace or now + GRACE
         if now > deadline:
-            return where_they_are(folder, asked + 1, certain=False), True
+            return where_they_are(folder, asked + 1, pids, certain=False), True
         if grace and now > grace:
             return None, False
         if now - looked > 0.5:
@@ -217,12 +218,16 @@ def watch(folder, pids, codes, deadline):
             logs = sum(file.stat().st_size for file in folder.iterdir())
             ticks = sum(ticks for _, ticks in alive.values())
             working = any(state in "RD" for state, _ in alive.values())
-            if sign is None or working or logs != sign[0] or abs(ticks - sign[1]) > 1:
+            few = 1 + 2 * (now - moved)  # our own threads wake up, too
+            if sign is None or working or logs != sign[0] or abs(ticks - sign[1]) > few:
                 sign, moved = (logs, ticks), now
         if now - moved > IDLE:
             asked += 1
-            if hang := where_they_are(folder, asked):
-                return hang, False
+            if hang := where_they_are(folder, asked, pids):
+                before, calls = calls, [a and judge.waits(a) for a in hang.values()]
+                same = same + 1 if calls == before else 1
+                if same == 3 or not judge.same_call(calls):  # one call of all may be slow
+                    return hang, False
             moved = time.monotonic()
         time.sleep(0.05)
     return None, False
@@ -236,13 +241,15 @@ def left_behind(folder):
     return [command_of(pid) or str(pid) for pid in alive]
 
 
-def where_they_are(folder, number, certain=True):
+def where_they_are(folder, number, pids, certain=True):
     """Return {rank: answer} of a hang; None while a rank works or sleeps outside a collective."""
     ranks = rank_files(folder)
-    alive = marked(folder, ranks)
+    alive = marked(folder, {*ranks, *pids.values()})
     found = answers(folder, number, sum(pid in alive for pid in ranks))
     result = {rank: found.get(pid) for pid, rank in ranks.items()}
     silent = any(pid in alive and pid not in found for pid in ranks)
+    late = [r for r, pid in pids.items() if pid in alive and pid not in ranks and len(pids) > 1]
+    result |= dict.fromkeys(late, {"frames": [], "entries": [], "status": {}})
     stuck = [judge.waits(a) for a in result.values() if a]
     if silent or not any(stuck) or (certain and not all(stuck)):
         return None
@@ -303,6 +310,7 @@ def more_runs(trace, args, started, limit, starter):
 
     total = len(trace.ranks[0].steps)
     saves = [e for e in trace.ranks[0].all("save") if 0 < e["steps"] < total]
+    loads = [e for rank in trace.ranks for e in rank.all("load")]
     with Stash(trace) as stash:
         if started:
             trace.alone = again(1, stop=3)
@@ -311,16 +319,17 @@ def more_runs(trace, args, started, limit, starter):
             trace.resumed = "nothing in the script reads a checkpoint"
         elif not saves:
             trace.resumed = "no checkpoint with torch.save before the last step"
-        elif any(stash.existed.get(e["path"]) for e in saves):
+        elif any(stash.existed.get(e["path"]) for e in [*saves, *loads]):
             trace.resumed = "the checkpoint was there before: the first run went on from it"
         else:
-            late = [e for e in saves if e["steps"] + 2 <= total]  # epoch 1 hides what is forgotten
-            saved = (late or saves)[-1]
+            early = [e for e in saves if e["steps"] + 2 <= total]  # epoch 1 hides what is forgotten
+            saved = (early or saves)[-1]
             later = [e["steps"] for e in saves if e["steps"] > saved["steps"]]
             killed = again(args.nproc, stop=min([saved["steps"] + 2, total, *later]))
             second = again(args.nproc)
             trace.resumed = {"whole": trace, "killed": killed, "again": second, "saved": saved}
-            if not any(rank.all("load") for rank in second.ranks):
+            late = killed.timed_out or second.timed_out
+            if not late and not any(rank.all("load") for rank in second.ranks):
                 trace.resumed = "the second run read no checkpoint with torch.load"
             for path in stash.written(second).keys() | stash.written(killed).keys():
                 if path not in stash.existed:

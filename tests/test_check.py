@@ -17,6 +17,8 @@ sys.path.insert(0, str(ROOT / "labs"))
 
 import check  # noqa: E402
 import judge  # noqa: E402
+from judge.collectives import collectives  # noqa: E402
+from judge.trace import Trace  # noqa: E402
 
 import ladder  # noqa: E402,F401  imports what the forked ranks need
 from labs.bugs.bench import fork_watched  # noqa: E402
@@ -339,6 +341,15 @@ FAULTS = {
         ],
     ),
     "not divided": ("accumulation", "nothing is divided", [*ACCUMULATE, ("(loss / 2)", "loss")]),
+    "not divided, but the model divides": (
+        "accumulation",
+        "nothing is divided",
+        [
+            *ACCUMULATE,
+            ("(loss / 2)", "loss"),
+            ("model(inputs), labels", "model(inputs) / inputs.norm().clamp(max=2), labels"),
+        ],
+    ),
     "accumulation under no_sync": (
         "wrapper",
         "no_sync",
@@ -539,6 +550,41 @@ def test_hang_or_abort_is_named(name, tmp_path):
     assert kind in evidence and words in evidence, evidence
 
 
+IN_RECORD = (
+    "def main",
+    "from torch.distributed.elastic.multiprocessing.errors import record\n\n\n@record\ndef main",
+)
+SLOW = {
+    "before the group": ("    dist.init", "    if os.environ['RANK'] == '1':\n", 60),
+    "before DDP": ("    model = DDP", "    if rank:\n", 60),
+    "at the time-out": ("    model = DDP", "    while rank:\n", 5),
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_a_slow_rank_is_no_hang(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "IDLE", 1)
+    before, condition, timeout = SLOW[name]
+    slow = (before, f"{condition}        __import__('time').sleep(4)\n{before}")
+    path = edited(tmp_path, IN_RECORD, slow)
+    trace, results = checked(path, more=False, timeout=timeout)
+    assert trace.timed_out == (timeout == 5) and not broken(results), results
+    if trace.timed_out:
+        assert "rank 1 is at train.py" in results["collectives"]["evidence"]
+
+
+def test_one_call_of_all_ranks_is_no_mismatch():
+    """Both are in DDP(), in the same call: nothing but the time says that it hangs."""
+    entry = {"op": "gloo:all_gather", "sizes": [[1]], "id": 1, "frames": []}
+    status = {"0": {"last_enqueued_collective": 1, "last_completed_collective": 0}}
+    answer = {"entries": [entry], "status": status, "frames": [[__file__, 7, "main"]]}
+    trace = Trace(Path(__file__), hang={0: answer, 1: answer}, errors={0: "", 1: ""})
+    verdict, text, _ = collectives(trace)
+    assert verdict == judge.BROKEN and text.startswith("no progress: rank 0 waits in all_gather")
+    trace.timed_out = True
+    assert collectives(trace)[0] == judge.NOT_SEEN
+
+
 ODD = {
     "accumulation": [*ACCUMULATE],
     "accumulation with no_sync": [
@@ -636,6 +682,16 @@ ODD = {
         ("                sums += torch", "                with torch.no_grad(): sums += torch"),
         ("        dist.all_reduce(sums)\n", ""),
     ],
+    "all evaluate the last one": [
+        ("range(rank, 21, world_size)", "range(rank, 20, world_size)"),
+        (
+            "        dist.all_reduce(sums)\n",
+            "        dist.all_reduce(sums)\n"
+            "        with torch.no_grad():\n"
+            "            for inputs, labels in DataLoader(Subset(test_set, [20]), 8):\n"
+            "                sums += torch.tensor([(model.module(inputs).argmax(1) == labels).sum(), 1])\n",
+        ),
+    ],
     "all evaluate": [
         ("Subset(test_set, range(rank, 21, world_size))", "test_set"),
         ("        dist.all_reduce(sums)\n", ""),
@@ -690,6 +746,39 @@ ODD = {
             "",
         ),
     ],
+    "tensor parallel": [
+        (
+            "    model = DDP(model)\n",
+            "    from torch.distributed.tensor import parallel as tp\n"
+            "    plan = {'0': tp.ColwiseParallel(), '2': tp.RowwiseParallel()}\n"
+            "    tp.parallelize_module(model, torch.distributed.init_device_mesh('cpu', (world_size,)), plan)\n",
+        ),
+        ("DistributedSampler(train_set)", "DistributedSampler(train_set, 1, 0)"),
+        ("model.module", "model"),
+        (CLIP, ""),
+        ("Subset(test_set, range(rank, 21, world_size))", "test_set"),
+        ("        dist.all_reduce(sums)\n", ""),
+        (SAVE, ""),
+    ],
+    "copied shards": [
+        (
+            "    optimizer = torch.optim.SGD(model.parameters()",
+            "    weights = list(model.parameters())\n"
+            "    part = nn.utils.parameters_to_vector(weights).detach().chunk(world_size)[rank].clone()\n"
+            "    parts = [torch.empty_like(part) for _ in range(world_size)]\n"
+            "    optimizer = torch.optim.SGD([part]",
+        ),
+        ("            optimizer.zero_grad()\n", "            model.zero_grad()\n"),
+        (CLIP, ""),
+        (
+            "            optimizer.step()\n",
+            "            part.grad = nn.utils.parameters_to_vector([w.grad for w in weights]).chunk(world_size)[rank]\n"
+            "            optimizer.step()\n"
+            "            dist.all_gather(parts, part)\n"
+            "            nn.utils.vector_to_parameters(torch.cat(parts), weights)\n",
+        ),
+        (SAVE, ""),
+    ],
     "local sgd": [
         ("    model = DDP(model)\n", ""),
         ("model.module", "model"),
@@ -736,6 +825,14 @@ ODD = {
         ("    model = DDP(model)\n", "    model = torch.compile(DDP(model), backend='eager')\n"),
         ("model.module", "model._orig_mod.module"),
     ],
+    "headers of inductor": [
+        (
+            "        model.eval()\n",
+            "        model.eval()\n"
+            "        header = compile(\"open('run.log', 'a')\", '/tmp/torchinductor_me/a.py', 'exec')\n"
+            "        exec(header)\n",
+        )
+    ],
     "sleeping rank": [
         (
             "        if rank == 0:\n            print",
@@ -754,7 +851,8 @@ def test_odd_but_right(name, tmp_path):
     trace, results = checked(edited(tmp_path, *ODD[name]), more=False)
     assert not any(trace.codes.values()), trace.error[-3000:]
     assert not broken(results), [r for r in results.values() if r["verdict"] == "broken"]
-    if name not in ("fsdp", "local sgd"):
+    assert not results["wrapper"]["evidence"].startswith("0 "), results["wrapper"]
+    if name not in ("fsdp", "tensor parallel", "copied shards", "local sgd"):
         assert results["gradients"]["verdict"] == results["replicas"]["verdict"] == "holds", results
 
 
@@ -780,6 +878,15 @@ def test_resume(name, tmp_path):
     _, results = checked(edited(tmp_path, *edits))
     assert broken(results) == {"resume"}, [r for r in results.values() if r["verdict"] != "holds"]
     assert words in results["resume"]["evidence"]
+
+
+def test_a_checkpoint_that_was_there_before(tmp_path):
+    """It is replaced by another file, and the first run ended with it: nothing is left to resume."""
+    saved = ('(state, "state.pt")', '(state, "run.log"); os.replace("run.log", "state.pt")')
+    checked(edited(tmp_path, saved, ("range(start, 3)", "range(start, 1)")), more=False)
+    _, results = checked(edited(tmp_path, saved))
+    assert not broken(results), results
+    assert results["resume"]["evidence"].startswith("the checkpoint was there before")
 
 
 @pytest.mark.parametrize(
@@ -894,7 +1001,7 @@ def test_against_one_rank(tmp_path):
 def test_further_runs_end_in_time(tmp_path, monkeypatch):
     monkeypatch.setattr(check, "MORE", 2)
     load = '        state = torch.load("state.pt")\n'
-    slow = (load, load + "        __import__('time').sleep(99)\n")
+    slow = (load, "        __import__('time').sleep(99)\n" + load)
     trace, results = checked(edited(tmp_path, slow))
     assert trace.seconds < 40 and not broken(results)
     assert results["resume"]["evidence"].startswith("a stop and a resume take more than twice")

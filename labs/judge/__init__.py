@@ -6,7 +6,7 @@ that the evidence is missing, or that another check names the cause.
 
 from dataclasses import dataclass
 
-from judge.collectives import collectives, last_line, short, waits
+from judge.collectives import collectives, last_line, same_call, short, waits
 from judge.data import evaluation, order, samples, sharding
 from judge.launch import devices, port, resume, teardown
 from judge.output import checkpoint, loss, writers
@@ -15,7 +15,7 @@ from judge.trace import BROKEN, HOLDS, NOT_SEEN, events_of, rank_of, read
 from judge.weights import accumulation, buffers, gradients, replicas, wrapper
 
 __all__ = ["BROKEN", "CHECKS", "HOLDS", "NOT_SEEN", "events_of", "judge", "last_line"]
-__all__ += ["rank_of", "read", "short", "waits"]
+__all__ += ["rank_of", "read", "same_call", "short", "waits"]
 
 
 @dataclass

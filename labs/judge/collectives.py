@@ -11,15 +11,17 @@ ABORT = (
     r"op\.preamble|closed by peer|Connection reset|Broken pipe|Application timeout"
     r"|Timed out waiting|Detected mismatch between collectives"
 )
+ROOTED = ("broadcast", "reduce", "gather", "scatter", "send", "recv")  # by rank: not in the record
 SYMMETRIC = ("all_reduce", "barrier", "broadcast", "all_gather", "all_gather_into_tensor", "reduce")
 
 
+def of_learner(name):
+    others = re.search(r"-packages/|/lib/python|^<|/observer/hooks/", name)
+    return not others and Path(name).exists()
+
+
 def learner_line(frames):
-    for name, line, _ in frames:
-        others = re.search(r"-packages/|/lib/python|^<|/observer/hooks/", name)
-        if not others and Path(name).exists():
-            return f"{name}:{line}"
-    return None
+    return next((f"{name}:{line}" for name, line, _ in frames if of_learner(name)), None)
 
 
 def waits(answer):
@@ -30,10 +32,16 @@ def waits(answer):
             entry = answer["entries"][-1]
             line = learner_line(answer["frames"]) or learner_line(entry["frames"])
             return entry["op"].partition(":")[2], entry["sizes"], entry["id"], line
-    inside = any(
-        "/torch/distributed/" in f[0] or "/autograd/graph.py" in f[0] for f in answer["frames"][:6]
+    files = itertools.takewhile(lambda name: not of_learner(name), [f[0] for f in answer["frames"]])
+    inside = any(  # called by the script: @record, in the same folder, calls the script
+        "/torch/distributed/" in f or "/autograd/graph.py" in f for f in itertools.islice(files, 6)
     )
     return ("distributed call", None, None, learner_line(answer["frames"])) if inside else None
+
+
+def same_call(calls):
+    """Say whether these ranks, two at least, wait in one and the same call: it may be slow."""
+    return len(calls) > 1 and None not in calls and len({str(call) for call in calls}) == 1
 
 
 def uneven(trace):
@@ -173,13 +181,20 @@ def hang(trace):
         if waiting[number]:
             op, _, _, line = waiting[number]
             parts.append(f"rank {number} waits in {op} at {short(line)}")
+        elif answer and not answer["frames"]:
+            parts.append(f"rank {number} has not joined")
         elif answer:
             parts.append(f"rank {number} is at {short(learner_line(answer['frames']))}")
         else:
             parts.append(f"rank {number} has ended")
     stuck = [w for w in waiting.values() if w]
-    alike = len({w[3] for w in stuck}) == 1 and len(stuck) == len(waiting) > 1
+    same, there = same_call([*waiting.values()]), [a for a in trace.hang.values() if a]
+    if trace.timed_out and (same or len(stuck) < len(there)):  # no sign of a hang but the time
+        return NOT_SEEN, f"the time-out ended the run: {'; '.join(parts)}", None
     kind, place = classify(trace)
+    if not kind and same:
+        kind = "argument mismatch" if stuck[0][0] in ROOTED else "no progress"
+    alike = len({(w[2], w[3]) for w in stuck}) == 1 and len(stuck) == len(waiting) > 1
     kind = kind or ("argument mismatch" if alike else "missing call")
     place = place or lonely([w[3] for w in stuck]) or stuck[0][3]
     return BROKEN, f"{kind}: {'; '.join(parts)}", place

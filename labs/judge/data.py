@@ -86,6 +86,8 @@ def samples(trace):
         total += read
         if drawn and not all(x == lists[0] for x in lists):
             return NOT_SEEN, f"drawn with replacement: {repeated} of {read} twice by design", place
+        if double >= trace.world and tensor_parallel(trace, lists):
+            return NOT_SEEN, "ranks that share a layer's weights read the same samples", place
         if double >= trace.world and not all(len(set(x)) < 2 for x in lists):
             text = f"epoch {number}: {double} of {read} reads are of samples that another rank read"
             same = all(set(x) == set(lists[0]) for x in lists)
@@ -104,6 +106,15 @@ def samples(trace):
         return NOT_SEEN, text, first[0]["where"]
     text = f"{total} reads in {len(epochs(trace))} epochs, no sample by two ranks in one"
     return HOLDS, text, first[0]["where"]
+
+
+def tensor_parallel(trace, lists):
+    """Say whether layers are cut in different ways, and ranks read all alike or nothing in common.
+
+    FSDP cuts all of them in the same way.
+    """
+    cut = any(s["sharded"] and s["layouts"] > 1 for r in trace.ranks for s in r.steps)
+    return cut and not shared({tuple(x) for x in lists})
 
 
 def come_back(trace):
@@ -131,8 +142,11 @@ def samples_by_hand(trace):
     if bad * 2 > len(rows):
         text = f"in {bad} of {len(rows)} steps two ranks train on the same rows"
         return BROKEN, text, steps[0][0]["where"]
+    if bad:
+        text = f"in {bad} of {len(rows)} steps two ranks have the same rows, in most they do not"
+        return NOT_SEEN, text, steps[0][0]["where"]
     text = f"in {len(rows)} steps no two ranks have the same rows (batches cut by hand)"
-    return (NOT_SEEN if bad else HOLDS), text, steps[0][0]["where"]
+    return HOLDS, text, steps[0][0]["where"]
 
 
 def order(trace):
@@ -234,7 +248,8 @@ def evaluation(trace):
 def miscounted(trace, parts, lists):
     """Return (verdict, evidence) where the ranks count a sample twice, or report one shard."""
     read, union = sum(map(len, lists)), len(set().union(*lists))
-    if len(lists) > 1 and all(set(x) == set(lists[0]) for x in lists) and union > 1:
+    several = union > 1 or not parts[0]["replicas"]  # a sampler pads one sample to one a rank
+    if len(lists) > 1 and all(set(x) == set(lists[0]) for x in lists) and several:
         return None  # every rank evaluates everything
     if read > union and all(p["ended"] for p in parts):
         text = f"{union} samples are counted as {read}: the sampler pads"

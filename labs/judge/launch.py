@@ -4,6 +4,7 @@ import re
 
 from judge.collectives import last_line
 from judge.data import samples
+from judge.steps import samples_of
 from judge.trace import BROKEN, HOLDS, NOT_SEEN
 from judge.weights import gradients, wrapper
 
@@ -117,7 +118,10 @@ def resume(trace):
         text = f"learning rate {one[0]['lr'][0]:.4g} instead of {two[0]['lr'][0]:.4g}"
         return BROKEN, text + ": the scheduler is forgotten", place
     if one[0].get("applied") != two[0].get("applied"):
-        return NOT_SEEN, "same weights and samples, another gradient: random numbers", place
+        text = "same weights and samples, another gradient: random numbers"
+        if samples_of(one[0]) != samples_of(two[0]):
+            text = "same weights, other samples: they are drawn by random numbers"
+        return NOT_SEEN, text, place
     if any(len(set(weights)) > 1 for weights in seconds):
         return BROKEN, "the same gradient makes another step: optimizer state forgotten", place
     return HOLDS, f"killed after step {len(before)}, goes on from step {done + 1} as before", place

@@ -91,6 +91,8 @@ def wrapper(trace):
         passes = sum(s["since"].get("synced", 0) for rank in trace.ranks for s in rank.steps)
         if not trace.ranks[0].steps:
             return NOT_SEEN, "no optimizer step was seen", made[0]["where"]
+        if not passes:
+            return NOT_SEEN, "no forward pass through it was seen (compiled?)", made[0]["where"]
         return HOLDS, f"{passes} forward passes through it before a step", made[0]["where"]
     kind, details, parts = bad[0]
     share = f"in {told[0]} of {told[1]} steps"

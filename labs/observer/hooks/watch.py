@@ -185,6 +185,7 @@ local = {}  # id of a parameter: sketch of its gradient before any communication
 wrapped, inner, roots = weakref.WeakSet(), weakref.WeakSet(), weakref.WeakSet()
 inside = collections.Counter()
 steps = collections.Counter()
+shards = {}  # number of an optimizer: does it step a part of the weights?
 
 
 def number(thing, kind):
@@ -221,6 +222,16 @@ def group_added(result, optimizer, *args, **kwargs):
     follow(parameters_of(optimizer))
 
 
+def steps_a_shard(parameters):
+    """Say whether these are a part of the model's weights: by FSDP, or copied as by DeepSpeed."""
+    if any(hasattr(p, "_local_tensor") for p in parameters):
+        return True
+    sizes = {id(p): p.numel() for module in roots for p in module.parameters()}
+    copied = not any(id(p) in sizes or id(p) in local for p in parameters)
+    got = any(p.grad is not None for p in parameters)
+    return copied and got and sum(p.numel() for p in parameters) != sum(sizes.values())
+
+
 @quiet
 def before_step(optimizer, args, kwargs):
     if inside["step"] not in (0, id(optimizer)):  # of ZeRO, say: the outer one counts
@@ -241,7 +252,10 @@ def after_step(optimizer, args, kwargs):
     event["base"] = [float(group.get("initial_lr", group["lr"])) for group in groups]
     event |= {"since": dict(since), "where": where()}
     event |= {"places": {k: v for k, v in places.items() if k in since}}
-    event["sharded"] = any(hasattr(p, "_local_tensor") for p in parameters)
+    if event["optimizer"] not in shards:
+        shards[event["optimizer"]] = steps_a_shard(parameters)
+    event["sharded"] = shards[event["optimizer"]]
+    event["layouts"] = len({str(getattr(p, "placements", None)) for p in parameters})
     if steps["all"] < SKETCHED or steps["all"] % 10 == 0:
         got = [p.grad for p in parameters]
         now = crc([torch.get_rng_state()])
@@ -357,7 +371,9 @@ def scalars(loss):
                 except (TypeError, ValueError, RuntimeError):
                     found.append(None)
             reduction = getattr(node, "_saved_reduction", reduction)
-        level = [n for node in filter(None, level) for n, _ in node.next_functions][:8]
+        # Below the loss function are the model's own divisions.
+        above = [n for n in filter(None, level) if not hasattr(n, "_saved_reduction")]
+        level = [n for node in above for n, _ in node.next_functions][:8]
     return found, reduction
 
 
@@ -607,7 +623,7 @@ def written(path, mode):
     path = os.path.realpath(path)
     if path.startswith(FOLDER) or NOISE.search(path) or os.path.isdir(path):  # O_TMPFILE opens one
         return
-    if place := where():
+    if (place := where()) and not NOISE.search(place):  # inductor's code writes headers elsewhere
         log("write", path=path, mode=mode, existed=os.path.exists(path), where=place)
         busy.now = True
 
