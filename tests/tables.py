@@ -239,7 +239,7 @@ def last_lines():
     rows = [json.loads(line) for line in lines]
     last, parts = {(row["topic"], row["gpu"]): row for row in rows}, {}
     for row in last.values():
-        text = row["last_line"].replace("|", "·")
+        text = row["last_line"].replace("|", "·") or f"exit code {row['exit_code']}"
         parts.setdefault(where(row), []).append([f"`{row['topic']}`", row["processes"], text])
     heads = ["topic", "ranks", "its last line"]
     return "\n".join(f"{at}.\n\n{table(heads, cells)}" for at, cells in parts.items())
