@@ -846,6 +846,18 @@ def test_the_table_of_strategies(monkeypatch, tmp_path):
     ]
 
 
+def test_the_table_of_last_lines(monkeypatch, tmp_path):
+    """The last run of a topic counts; one that has failed shows its exit code."""
+    rows = [("fsdp", 0, "measured 1 | 2"), ("crash", 0, "measured 3"), ("crash", 1, "")]
+    with (tmp_path / "topics.jsonl").open("w") as file:
+        for topic, code, line in rows:
+            row = {"topic": topic, "processes": 2, "exit_code": code, "last_line": line}
+            print(json.dumps(WORK | row), file=file)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    found = [["`fsdp`", "2", "measured 1 · 2"], ["`crash`", "2", "exit code 1"]]
+    assert cells(tables.last_lines()) == found
+
+
 def test_the_tables_of_feeding(monkeypatch, tmp_path):
     """Shares of the bare step of the same run; what was not measured yet is said."""
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
