@@ -112,7 +112,7 @@ def main(args):
             dcp.load(settings, checkpoint_id=last.parent)  # alone: the rest may be of another model
             checks.resumable(settings, args)
             dcp.load(state, checkpoint_id=last.parent)  # all ranks: each reads its shards, in place
-        except dcp.CheckpointException as error:  # on all ranks, with the errors of each
+        except dcp.CheckpointException as error:  # the same everywhere: it holds what each had
             why, _ = next(iter(error.failures.values()))
             text = f"cannot read {last.parent}: {why!r}. Delete it, or use another --checkpoint"
             checks.fail(text, all_ranks=True)
