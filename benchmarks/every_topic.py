@@ -11,7 +11,6 @@ not to be quoted.
 """
 
 import argparse
-import ast
 import json
 import os
 import re
@@ -29,6 +28,7 @@ import machine  # noqa: E402
 import tour  # noqa: E402
 
 import common  # noqa: E402
+import pairs  # noqa: E402
 
 LEFT_OUT = {"lightning_debugging"}
 TOPICS = [p.stem for p in sorted(ROOT.glob("topics/[!_]*.py")) if p.stem not in LEFT_OUT]
@@ -48,7 +48,7 @@ def labelled(doc: str) -> list[tuple[str, str]]:
 
 def command(topic: str, processes: int, gpus: bool) -> list[str]:
     """Return the words that start a topic: the header's, with another number of processes."""
-    doc = ast.get_docstring(ast.parse((ROOT / "topics" / f"{topic}.py").read_text()))
+    doc = pairs.header((ROOT / "topics" / f"{topic}.py").read_text())
     lines = [(a, b) for a, b in labelled(doc) if re.search(r"torchrun|python|the same", b)]
     first = next(text for label, text in lines if re.match("Two|Four|All|Shared", label))
     more = next((text for label, text in lines if "All GPUs" in label), "") if gpus else ""
@@ -71,8 +71,8 @@ def run(topic: str, args: argparse.Namespace) -> dict:
     words = [*command(topic, args.processes, common.gpu_count() > 0), *args.extra]
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("topics", "data", "common.py", "checks.py", *common_files()):
-            os.symlink(ROOT / name, Path(folder, name))
+        for path in (ROOT / "topics", ROOT / "data", *ROOT.glob("*.py")):
+            os.symlink(path, Path(folder, path.name))
         Path(folder, "checkpoints").mkdir()
         if "--compare" in words:  # with the weights of 02
             subprocess.run(
@@ -81,6 +81,7 @@ def run(topic: str, args: argparse.Namespace) -> dict:
                 cwd=folder,
                 capture_output=True,
                 check=True,
+                timeout=args.timeout,
             )
         process = subprocess.Popen(
             [sys.executable, *words],
@@ -106,11 +107,6 @@ def run(topic: str, args: argparse.Namespace) -> dict:
     row = {"topic": topic, "command": shlex.join(["python", *words]), "processes": args.processes}
     row |= {"exit_code": code, "seconds": round(time.perf_counter() - start, 1)}
     return row | {"jobs": args.jobs, "last_line": last} | machine.describe()
-
-
-def common_files() -> list[str]:
-    """Return the names of the rungs: topics import them, or are compared with them."""
-    return [path.name for path in ROOT.glob("0*.py")]
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ def count(path):
 
 def header(path):
     """Return the docstring of a file."""
-    return ast.get_docstring(ast.parse(path.read_text())) or ""
+    return pairs.header(path.read_text())
 
 
 def ladder():
