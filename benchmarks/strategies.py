@@ -33,6 +33,7 @@ WAYS = [
     ("topics/mixed_precision.py", "--precision=fp16", "cuda"),
     ("topics/zero_optimizer.py", "", None),
     ("topics/fsdp.py", "", None),
+    ("topics/lightning_fsdp.py", "", None),
     ("topics/deepspeed_zero.py", "--stage=1", None),
     ("topics/deepspeed_zero.py", "--stage=3", None),
     ("04_lightning.py", "--strategy=ddp", None),
