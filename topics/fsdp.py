@@ -17,7 +17,7 @@ For 00 to resume from:      the same with --plain checkpoints/fsdp.pt
 All GPUs:                   the same with --nproc-per-node=gpu
 In bfloat16:                the same with --param-dtype bfloat16
 What changed:               diff -U0 -w 02_torchrun.py topics/fsdp.py
-Budget: +89 -11 because a sharded model is made, tested and saved in another way.
+Budget: +87 -10 because a sharded model is made, tested and saved in another way.
 """
 
 import os
@@ -98,8 +98,7 @@ def main(args):
                 fully_shard(layer, mp_policy=inner)
     fully_shard(model, mp_policy=policy)
     model.to_empty(device=device)  # memory for this rank's shards
-    # foreach: of its own accord SGD takes sharded weights one by one, and the GPU waits for Python.
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, foreach=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     for weight in model.parameters():  # as shards too, and before a checkpoint is read into them
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     folder = Path(f"{args.checkpoint}.shards")

@@ -15,7 +15,6 @@ import importlib
 import os
 import sys
 
-import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
@@ -35,10 +34,6 @@ class Classifier(rung.Classifier):
             if list(layer.parameters()):
                 fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
-
-    def configure_optimizers(self):  # foreach: else the GPU waits for Python, shard by shard
-        options = {"lr": self.args.lr, "momentum": 0.9, "foreach": True}
-        return torch.optim.SGD(self.model.parameters(), **options)
 
     def on_train_end(self):
         momentum = [state["momentum_buffer"] for state in self.optimizers().state.values()]
