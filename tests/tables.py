@@ -32,6 +32,9 @@ def read(name):
     if "script" in rows:
         old = rows.script.eq("04_lightning.py") & rows.commit.isin(NO_BROADCAST)
         rows.loc[old, "options"] = ("SIGTERM_BROADCAST=off " + rows.options).str.strip()
+        fed = rows.script.str.startswith("0") & rows.num_workers.gt(0)  # fast.py has its own feed
+        words = rows.options + " --num-workers=" + rows.num_workers.astype(str)
+        rows.loc[fed, "options"] = words.str.strip()
     return rows.assign(place=rows.apply(where, axis=1))
 
 
@@ -95,12 +98,13 @@ def spread(rows, names):
     return found
 
 
-def speed(model=".*", precision=".*", scripts=".*"):
+def speed(model=".*", precision=".*", scripts=".*", options=".*"):
     """Return samples/s and speedup in weak scaling, a table for each machine and kind of work."""
     rows = read("scaling.csv").query("mode == 'weak'")
     # One machine is one table, whatever the day and the number of its devices.
     rows = rows.assign(place=rows.place.str.replace(r"^[\d-]+, (\d+ × )?", "", regex=True))
-    for name, wanted in {"model": model, "precision": precision, "script": scripts}.items():
+    names = {"model": model, "precision": precision, "script": scripts, "options": options}
+    for name, wanted in names.items():
         rows = rows[rows[name].str.fullmatch(wanted)]
     parts, line = [], ["script", "precision", "threads", "options"]
     for work, group in rows.groupby(["model", "image_size", "per_rank_batch", "place"], sort=False):
@@ -194,7 +198,7 @@ def feeding():
 def compiled():
     """Return the speed of each way to have torch.compile and DDP, and its share of the bare one."""
     parts = []
-    work_of = ("device", "model", "image_size", "per_rank_batch")
+    work_of = ("device", "model", "image_size", "per_rank_batch", "gpus")
     for work, rows in last_runs("compiled_ddp.csv", *work_of):
         speeds, lines = spread(rows, ["way", "devices"]), []
         alone = speeds.get(("alone", 1), (None, None))[1]
@@ -208,7 +212,7 @@ def compiled():
                     cells[-1] += f" ({found[0] / alone[0] / n:.3f})"
             lines.append(cells)
         heads = ["samples/s (of the bare step)", *(f"{n} ×" for n in counts)]
-        title = "{1}, {2} × {2} pixels, {3} images a rank. {4}.".format(*work)
+        title = "{1}, {2} × {2} pixels, {3} images a rank. {5}.".format(*work)
         parts.append(f"{title}\n\n{table(heads, lines)}")
     return "\n".join(parts) or "Not measured yet.\n"
 
