@@ -36,7 +36,7 @@ running = {}  # mark: the process that run() has started
 @dataclass
 class Result:
     name: str
-    passed: bool
+    passed: bool | None  # None: not tried here
     text: str  # only what the learner can act on
 
 
@@ -127,6 +127,8 @@ def run(
     limit = min(limit, ends - time.monotonic())
     if limit <= 0:
         return Run(KILLED, "", "", True, 0)
+    if names := [Path(word).name for word in map(str, command) if word.endswith((".py", ".sh"))]:
+        print(f"  {' '.join(names)}: {limit:.0f} s at most", flush=True)
     mark = str(uuid.uuid4())
     launcher = (
         r"(WORLD_SIZE|RANK|MASTER_\w+|LOCAL_\w+|GROUP_\w+|ROLE_\w+|(TORCHELASTIC|SLURM_)\w+)$"
@@ -163,6 +165,10 @@ def run(
             del running[mark]
         timed_out = code is None
         return Run(KILLED if timed_out else code, text_of(out), text_of(err), timed_out, limit)
+
+
+def shown(path: Path) -> str:
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def text_of(path: Path) -> str:
