@@ -126,10 +126,12 @@ def rules(work):
         rows = checked(work, 120, *SMALL, f"--log-json={folder}/log.json")
     if isinstance(rows, Result):
         return [rows]
-    if rows["replicas"]["evidence"].startswith("no process made a process group"):
+    said = rows["collectives"]["evidence"]
+    alone = rows["replicas"]["evidence"].startswith("no process made a process group")
+    if alone or said.startswith("the script failed by itself"):
         done = run([sys.executable, "starter.py", *SMALL], work, 60, CPU)
-        text = why(done) if done.code else f"{FAILS}: see TODO 1 and 2"
-        return [Result("two processes", False, text)]
+        text = f"{FAILS}: see TODO 1 and 2" if alone else said
+        return [Result("two processes", False, why(done) if done.code else text)]
     bad = [rows[name] for name in RULES if rows[name]["verdict"] == "broken"]
     bad = bad or [rows[name] for name in SEEN if rows[name]["verdict"] != "holds"]
     results = []
@@ -165,7 +167,9 @@ def check(work, learner, answers):
     text += "" if tested[0] == tested[1] else ": does each test sample count once?"
     results.append(Result("accuracy", tested[0] == tested[1], text))
     far = distance(file, reference) if file.exists() else None
-    text = "no checkpoint that can be read" if far is None else f"largest difference {far:.0e}"
+    text = f"largest difference {far:.0e}" if far is not None else "no checkpoint was written"
+    if far is None and file.exists():
+        text = "not under the names that one process saves: is it the wrapper that you save?"
     results.append(Result("weights", far is not None and far < 1e-4, text))
     return results
 
@@ -181,6 +185,8 @@ def SOLUTION(learner):
 REDUCED = "        dist.all_reduce(sums)  # all ranks call this: sums of all ranks, on all ranks\n"
 SAVES = "        if rank == 0:\n            common.save"
 SHARE = "Subset(test_set, range(rank, len(test_set), world_size))  # each sample once\n"
+STEP = "            optimizer.zero_grad()\n"
+EARLY = "            if rank == 1:\n                return\n" + STEP
 WRAPPED = "    model = DDP(model)  # all ranks: takes the weights of rank 0\n"
 WRONG = [
     (
@@ -192,7 +198,7 @@ WRONG = [
         "samples",
     ),
     ("no set_epoch", solved(("        sampler.set_epoch(epoch)\n", "")), {}, "order"),
-    ("no DDP", solved((WRAPPED, "    model.module = model\n")), {}, "gradients"),
+    ("no DDP", solved((WRAPPED, '    model.__dict__["module"] = model\n')), {}, "gradients"),
     ("the loss of one rank", solved((REDUCED, "")), {}, "loss"),
     (
         "one rank reduces",
@@ -209,6 +215,14 @@ WRONG = [
         {},
         "evaluation",
     ),
+    (
+        "the wrapper is saved",
+        solved(("model.module, optimizer)", "model, optimizer)")),
+        {},
+        "names",
+    ),
+    ("an error of its own", solved((REDUCED, "        loss.nothing\n")), {}, "two processes: Attr"),
+    ("rank 1 makes no step", solved((STEP, EARLY)), {}, "as many steps"),
     (
         "the batch is not divided",
         solved(("batch = args.per_rank_batch", "batch = args.batch_size")),

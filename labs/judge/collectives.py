@@ -166,6 +166,8 @@ def abort(trace):
     last = [r.last("collective") for r in trace.ranks]
     calls = [f"{e['op']} at {short(e['where'])}" if e else "none" for e in last]
     text = "; ".join(f"rank {number}'s last call is {call}" for number, call in enumerate(calls))
+    if not kind and len(set(calls)) == 1:
+        text = "perhaps DDP's own call, in backward(): does each rank make as many steps?"
     return BROKEN, f"{kind or 'mismatch'}: {text}", line or place
 
 
