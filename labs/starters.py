@@ -223,7 +223,9 @@ def why(run: Run, script: str = "starter.py") -> str:
     lines = re.findall(rf'{re.escape(script)}", line (\d+)', run.err)
     kinds = r"^(?:\[rank\d+\]: *)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)"
     said = re.findall(rf"^{re.escape(script)}: .*", run.err, re.M)  # of checks.py
-    errors = said or re.findall(kinds, run.err, re.M) or run.err.strip().splitlines()[-1:]
+    found = re.findall(kinds, run.err, re.M)
+    own = [error for error in found if "ChildFailedError" not in error]  # not torchrun's
+    errors = said or own or found or run.err.strip().splitlines()[-1:]
     place = f" ({script} line {lines[-1]})" if lines and not said else ""
     return (errors[-1] if errors else f"exit code {run.code}, without a word") + place
 

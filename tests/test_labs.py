@@ -248,6 +248,14 @@ def test_what_holds_is_said_beside_what_is_broken(in_forks, tmp_path):
     assert not re.search(r"02_torchrun|judge|/", failures(results.values())), results
 
 
+def test_a_rank_s_error_is_said_and_not_torchrun_s():
+    rank = '[rank1]:   File "/a/starter.py", line 7, in main\n[rank1]: NameError: no model\n'
+    torchrun = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=====\n"
+    said = starters.why(starters.Run(1, "", rank + torchrun, False))
+    assert said == "NameError: no model (starter.py line 7)"
+    assert "ChildFailedError" in starters.why(starters.Run(1, "", torchrun, False))
+
+
 def test_starters_are_fresh():
     assert not starters.stale(), f"run: {starters.REFRESH}"
 

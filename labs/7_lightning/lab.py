@@ -9,7 +9,7 @@ from labs.starters import CPU, ROOT, Result, epochs_of, must_end, patched, run, 
 
 TITLE, MINUTES, LIMIT = "Lightning: what it did for you", 45, 180
 FAILS = "not the numbers of 02"
-WHO = "'lightning' or 'you'"
+WHO = '"lightning" or "you"'
 QUESTIONS = {
     "set_epoch": f"who calls sampler.set_epoch() in 04? {WHO}",
     "wrap": f"who wraps the model in DDP? {WHO}",

@@ -14,8 +14,8 @@ FAILS = "timeline.html"
 QUESTIONS = {
     "buckets": "how many all-reduces are there in a step of your picture?",
     "exposed": "which part of the step is exposed, as in 0.25?",
-    "last_bucket": "can the last bucket's all-reduce hide behind the backward pass? 'yes' or 'no'",
-    "mostly": "what is most of the red of rank 0: 'travel', or 'wait' for a slower rank?",
+    "last_bucket": 'can the last all-reduce hide behind the backward pass? "yes" or "no"',
+    "mostly": 'what is most of the red of rank 0: "travel", or "wait" for a slower rank?',
 }
 SEALS = {"last_bucket": "f8154bd9792f98da"}
 HINTS = [
