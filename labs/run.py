@@ -12,6 +12,7 @@ the check has passed; 1: not yet; 2: nothing was checked. Standard library only.
 
 import argparse
 import getpass
+import importlib.util
 import json
 import os
 import re
@@ -201,6 +202,8 @@ def main():
         table(labs)
         return 0
     folder = find(args.lab)
+    if not importlib.util.find_spec("torch"):
+        fail("this Python has no torch: activate the environment (source .venv/bin/activate)")
     lab, work = starters.load(folder), WORK / folder.name
     before = labs.get(folder.name, {})
     name = args.learner or before.get("learner") or getpass.getuser()

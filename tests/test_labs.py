@@ -219,8 +219,8 @@ def test_an_answer_is_read_as_it_was_meant(in_forks, tmp_path):
     lab = load("7_lightning")
     right = {name: f"{who} ".title() for name, who in lab.SOLUTION(LEARNER)[1].items()}
     assert not failures(lab.told(right))
-    assert failures(lab.told(right | {"wrap": "me"})).startswith("wrap: no answer yet")
-    assert failures(lab.told({})).count("no answer yet") == len(right)
+    assert failures(lab.told(right | {"wrap": "me"})).startswith("wrap: not answered yet")
+    assert failures(lab.told({})).count("not answered yet") == len(right)
 
 
 def test_slurm_that_is_not_there_is_not_passed(in_forks, tmp_path, monkeypatch):
@@ -381,6 +381,13 @@ def test_what_the_runner_refuses(runner):
         assert "answers.toml line 2 is no answer" in refused("3")
     (runner.work / "progress.json").write_text("{")
     assert "progress.json cannot be read" in refused("3")
+
+
+def test_a_python_without_torch_is_one_line():
+    command = [sys.executable, "-S", "labs/run.py", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done
+    assert "this Python has no torch" in done.stderr and not done.stdout
 
 
 HANGS = """

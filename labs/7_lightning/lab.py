@@ -114,7 +114,7 @@ def told(answers):
         said = str(answers.get(name, "")).strip().lower()
         good, text = sealed(f"{name} {said}") == seal, said
         if said not in ("lightning", "you"):
-            text = f"no answer yet: write {WHO} into answers.toml"
+            text = f"not answered yet: write {WHO} into answers.toml"
         elif not good:
             text = f"{said} is not it: find the line of 03 in 04, if it is there"
         results.append(Result(name, good, text))
