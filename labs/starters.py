@@ -36,7 +36,7 @@ running = {}  # mark: the process that run() has started
 @dataclass
 class Result:
     name: str
-    passed: bool
+    passed: bool | None  # None: not tried here
     text: str  # only what the learner can act on
 
 
@@ -127,6 +127,8 @@ def run(
     limit = min(limit, ends - time.monotonic())
     if limit <= 0:
         return Run(KILLED, "", "", True, 0)
+    if names := [Path(word).name for word in map(str, command) if word.endswith((".py", ".sh"))]:
+        print(f"  {' '.join(names)}: {limit:.0f} s at most", flush=True)
     mark = str(uuid.uuid4())
     launcher = (
         r"(WORLD_SIZE|RANK|MASTER_\w+|LOCAL_\w+|GROUP_\w+|ROLE_\w+|(TORCHELASTIC|SLURM_)\w+)$"
@@ -163,6 +165,10 @@ def run(
             del running[mark]
         timed_out = code is None
         return Run(KILLED if timed_out else code, text_of(out), text_of(err), timed_out, limit)
+
+
+def shown(path: Path) -> str:
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def text_of(path: Path) -> str:
@@ -217,7 +223,9 @@ def why(run: Run, script: str = "starter.py") -> str:
     lines = re.findall(rf'{re.escape(script)}", line (\d+)', run.err)
     kinds = r"^(?:\[rank\d+\]: *)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)"
     said = re.findall(rf"^{re.escape(script)}: .*", run.err, re.M)  # of checks.py
-    errors = said or re.findall(kinds, run.err, re.M) or run.err.strip().splitlines()[-1:]
+    found = re.findall(kinds, run.err, re.M)
+    own = [error for error in found if "ChildFailedError" not in error]  # not torchrun's
+    errors = said or own or found or run.err.strip().splitlines()[-1:]
     place = f" ({script} line {lines[-1]})" if lines and not said else ""
     return (errors[-1] if errors else f"exit code {run.code}, without a word") + place
 

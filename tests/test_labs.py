@@ -171,7 +171,7 @@ def checked(lab, work, files, answers):
 
 
 def failures(results):
-    return "\n".join(f"{r.name}: {r.text}" for r in results if not r.passed)
+    return "\n".join(f"{r.name}: {r.text}" for r in results if r.passed is False)
 
 
 @each_lab
@@ -209,6 +209,51 @@ def test_a_wrong_answer_fails(name, one, in_forks, tmp_path):
     right_files, right_answers = lab.SOLUTION(LEARNER)
     said = failures(checked(lab, tmp_path, right_files | files, right_answers | answers))
     assert words in said, said
+
+
+def test_an_answer_is_read_as_it_was_meant(in_forks, tmp_path):
+    """A number in quotes, capitals and spaces change nothing; no answer is not a wrong answer."""
+    lab, answers = load("2_launch_six_ways"), load("2_launch_six_ways").SOLUTION(LEARNER)[1]
+    answers["parents"] = f" {answers['parents']}"
+    assert not failures(checked(lab, tmp_path, {}, answers))
+    lab = load("7_lightning")
+    right = {name: f"{who} ".title() for name, who in lab.SOLUTION(LEARNER)[1].items()}
+    assert not failures(lab.told(right))
+    assert failures(lab.told(right | {"wrap": "me"})).startswith("wrap: not answered yet")
+    assert failures(lab.told({})).count("not answered yet") == len(right)
+
+
+def test_slurm_that_is_not_there_is_not_passed(in_forks, tmp_path, monkeypatch):
+    lab, nobody = load("2_launch_six_ways"), starters.Run(127, "", "not found", False)
+    run = lab.run
+    absent = lambda command, *rest: nobody if "sinfo" in command else run(command, *rest)  # noqa: E731
+    lab.printed.cache_clear()
+    monkeypatch.setattr(lab, "run", absent)
+    results = checked(lab, tmp_path, *lab.SOLUTION(LEARNER))
+    lab.printed.cache_clear()
+    assert not failures(results)
+    [slurm] = [result for result in results if result.name == "slurm"]
+    assert slurm.passed is None and slurm.text.startswith("not tried here: no Slurm"), slurm
+
+
+def test_what_holds_is_said_beside_what_is_broken(in_forks, tmp_path):
+    """Of lab 1, with lines of the learner's own file and no file that has the answer."""
+    lab = load("1_two_processes")
+    files = lab.solved((lab.REDUCED, ""), ("        sampler.set_epoch(epoch)\n", ""))
+    results = {result.name: result for result in checked(lab, tmp_path, files, {})}
+    assert not results["order"].passed and not results["loss"].passed, results
+    [rules] = [result for name, result in results.items() if name.endswith("of 10 rules")]
+    assert rules.passed and "gradients" in rules.text and "order" not in rules.text
+    assert re.search(r"\(starter.py line \d+\)$", results["order"].text), results["order"]
+    assert not re.search(r"02_torchrun|judge|/", failures(results.values())), results
+
+
+def test_a_rank_s_error_is_said_and_not_torchrun_s():
+    rank = '[rank1]:   File "/a/starter.py", line 7, in main\n[rank1]: NameError: no model\n'
+    torchrun = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=====\n"
+    said = starters.why(starters.Run(1, "", rank + torchrun, False))
+    assert said == "NameError: no model (starter.py line 7)"
+    assert "ChildFailedError" in starters.why(starters.Run(1, "", torchrun, False))
 
 
 def test_starters_are_fresh():
@@ -338,6 +383,13 @@ def test_what_the_runner_refuses(runner):
     assert "progress.json cannot be read" in refused("3")
 
 
+def test_a_python_without_torch_is_one_line():
+    command = [sys.executable, "-S", "labs/run.py", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done
+    assert "this Python has no torch" in done.stderr and not done.stdout
+
+
 HANGS = """
 import os, subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"], start_new_session=True)
@@ -356,6 +408,34 @@ def check(work, learner, answers):
     {then}
     return [Result("ends", not done.timed_out, done.out)]
 """
+
+
+SKIPS = """
+from labs.starters import Result
+TITLE, MINUTES, LIMIT, QUESTIONS, HINTS = "No Slurm", 1, 2, {}, []
+def files(learner):
+    return {}
+def check(work, learner, answers):
+    return [Result("python", True, "good"), Result("slurm", None, "not tried here: no Slurm")]
+"""
+
+
+def test_what_is_not_tried_is_not_counted(runner, tmp_path):
+    (folder := tmp_path / "labs" / "1_skips").mkdir(parents=True)
+    (folder / "README.md").write_text(
+        "# A lab\n\nIt needs [Slurm](../slurm.md) and `bash`.\n\n## Steps\n"
+    )
+    (folder / "lab.py").write_text(SKIPS)
+    code, out, _ = runner("1", "--json", tmp_path / "report.json", labs=folder.parent)
+    assert code == 0 and "1 of 1 hold, 1 not tried here; " in out, out
+    assert "skipped  slurm            not tried here: no Slurm\n" in out
+    assert "\nIt needs Slurm and bash.\n" in out
+    for grader in sorted((ROOT / "labs" / "graders").glob("*.py")):
+        subprocess.run([sys.executable, grader, "report.json"], cwd=tmp_path, check=True)
+    assert json.loads((tmp_path / "result.json").read_text())["max_score"] == 1
+    assert len(json.loads((tmp_path / "results.json").read_text())["tests"]) == 1
+    junit = (tmp_path / "junit.xml").read_text()
+    assert "<skipped" in junit and "<failure" not in junit
 
 
 def left(mark):
@@ -387,6 +467,7 @@ def test_the_runner_keeps_its_limit_and_leaves_nothing(how, runner, tmp_path):
         assert process.returncode == 128 + signal.SIGTERM and err == "run.py: ended by SIGTERM\n"
         return
     assert time.monotonic() - begun < 20 and "checking, for 2 s at most" in out
+    assert "\n  starter.py: 2 s at most\n" in out
     if how == "ours hangs":  # then it is not the learner's fault
         text = "rung 02, which has no fault, does not run here: it did not end in 2 s (a hang, or a"
         assert process.returncode == 2 and f"run.py: nothing was checked. {text}" in err

@@ -9,7 +9,7 @@ from labs.starters import CPU, ROOT, Result, epochs_of, must_end, patched, run, 
 
 TITLE, MINUTES, LIMIT = "Lightning: what it did for you", 45, 180
 FAILS = "not the numbers of 02"
-WHO = "'lightning' or 'you'"
+WHO = '"lightning" or "you"'
 QUESTIONS = {
     "set_epoch": f"who calls sampler.set_epoch() in 04? {WHO}",
     "wrap": f"who wraps the model in DDP? {WHO}",
@@ -31,14 +31,15 @@ SEALS = {
     "buffers": "0f8bcf375f6839f4",
 }
 HINTS = [
-    "Run 02_torchrun.py and starter.py with the same options and two processes. Which numbers of "
-    "the epochs' lines differ: the loss, the accuracy, the samples per second?",
-    "Both take --log-json FILE. Compare train_loss, test_accuracy and test_samples.",
-    "test_samples of two ranks is the sum over both. Twice as many, or half: the test set's share "
-    "or the sum. Equal, but another loss: how large is the batch of a rank?",
+    "Lightning does not know what --batch-size means, how the test set is to be shared, nor which "
+    "metrics are sums over the ranks. The fault is in one of the three.",
+    "test_samples is the sum over both ranks. Twice as many: the share of the test set. Half: the "
+    "sum.",
+    "test_samples is right, and the loss is another one? Print len(labels) in training_step: how "
+    "many samples does a rank take in a step?",
     "diff 04_lightning.py labs/mine/7_lightning/starter.py shows what is not the rung's.",
 ]
-SMALL = ["--dataset=fake:100", "--image-size=8", "--batch-size=32", "--epochs=2", "--lr=0.01"]
+SMALL = ["--dataset=fake:500", "--image-size=16", "--batch-size=32", "--epochs=2"]
 HEAD = [
     (
         "import time\nfrom pathlib import Path\n",
@@ -101,7 +102,7 @@ def numbers(script):
     results = []
     for name in ("train_loss", "test_accuracy", "test_samples"):
         pairs = [(a[name], b[name]) for a, b in zip(epochs, wanted, strict=True)]
-        same = all(abs(a - b) <= 1e-4 * max(1, abs(b)) for a, b in pairs)
+        same = all(abs(a - b) <= 1e-5 * max(1, abs(b)) for a, b in pairs)
         text = ", ".join(f"{a:.6g} (02: {b:.6g})" for a, b in pairs)
         results.append(Result(name, same, text if same else f"{text}: not the numbers of 02"))
     return results
@@ -110,11 +111,12 @@ def numbers(script):
 def told(answers):
     results = []
     for name, seal in SEALS.items():
-        said = answers.get(name)
-        good = sealed(f"{name} {said}") == seal
-        text = (
-            f"{said}" if good else f"{said!r} is not it: find the line of 03 in 04, if it is there"
-        )
+        said = str(answers.get(name, "")).strip().lower()
+        good, text = sealed(f"{name} {said}") == seal, said
+        if said not in ("lightning", "you"):
+            text = f"not answered yet: write {WHO} into answers.toml"
+        elif not good:
+            text = f"{said} is not it: find the line of 03 in 04, if it is there"
         results.append(Result(name, good, text))
     return results
 
@@ -130,12 +132,18 @@ def SOLUTION(learner):
     return {"starter.py": text}, answers
 
 
-def broken(fault):
-    return {"starter.py": patched("04_lightning.py", [*HEAD, FAULTS[fault]])}
+def patched_04(edit):
+    return {"starter.py": patched("04_lightning.py", [*HEAD, edit])}
 
 
 WRONG = [
-    *((name, broken(name), {}, FAILS) for name in FAULTS),
+    *((name, patched_04(edit), {}, FAILS) for name, edit in FAULTS.items()),
+    (
+        "a mean instead of a sum",
+        patched_04(("correct.sum().float()", "correct.float().mean()")),
+        {},
+        "test_accuracy",
+    ),
     ("Lightning shards all", {}, {"test_shard": "lightning"}, "test_shard"),
     ("nobody calls set_epoch", {}, {"set_epoch": "you"}, "set_epoch"),
 ]

@@ -14,8 +14,8 @@ FAILS = "timeline.html"
 QUESTIONS = {
     "buckets": "how many all-reduces are there in a step of your picture?",
     "exposed": "which part of the step is exposed, as in 0.25?",
-    "last_bucket": "can the last bucket's all-reduce hide behind the backward pass? 'yes' or 'no'",
-    "mostly": "what is most of the red of rank 0: 'travel', or 'wait' for a slower rank?",
+    "last_bucket": 'can the last all-reduce hide behind the backward pass? "yes" or "no"',
+    "mostly": 'what is most of the red of rank 0: "travel", or "wait" for a slower rank?',
 }
 SEALS = {"last_bucket": "f8154bd9792f98da"}
 HINTS = [
@@ -66,7 +66,9 @@ def check(work, learner, answers):
     text = f"{said}" if good else "which gradients are in it, and what is left to compute then?"
     results.append(Result("last_bucket", good, text))
     if gpu_count() < 2:
-        results.append(Result("GPUs", True, "not seen: the picture is of processes on the CPU"))
+        results.append(
+            Result("GPUs", None, "not tried here: the picture is of processes on the CPU")
+        )
     return results
 
 

@@ -10,5 +10,6 @@ suite = Xml.Element("testsuite", name=report["lab"], time=str(report["seconds"])
 for one in report["checks"]:
     case = Xml.SubElement(suite, "testcase", classname=report["lab"], name=one["name"])
     if not one["passed"]:
-        Xml.SubElement(case, "failure", message=one["text"])
+        kind = "skipped" if one["passed"] is None else "failure"
+        Xml.SubElement(case, kind, message=one["text"])
 Xml.ElementTree(suite).write("junit.xml", encoding="utf-8", xml_declaration=True)

@@ -56,10 +56,9 @@ def uneven(trace):
 def collectives(trace):
     if trace.hang:
         return hang(trace)
-    aborted = re.search(ABORT, trace.error)
     failed = {n: c for n, c in trace.codes.items() if c}
-    if failed and aborted:
-        return abort(trace, aborted[0])
+    if failed and re.search(ABORT, trace.error):
+        return abort(trace)
     if failed:
         return NOT_SEEN, "the script failed by itself: " + last_line(trace), None
     lists = [
@@ -144,7 +143,7 @@ def classify(trace):
     return divergence(trace) or ("", None)
 
 
-def abort(trace, words):
+def abort(trace):
     """Name a collective that ended in an error instead of a hang."""
     place = None
     for number, text in trace.errors.items():
@@ -167,7 +166,9 @@ def abort(trace, words):
     last = [r.last("collective") for r in trace.ranks]
     calls = [f"{e['op']} at {short(e['where'])}" if e else "none" for e in last]
     text = "; ".join(f"rank {number}'s last call is {call}" for number, call in enumerate(calls))
-    return BROKEN, f"{kind or 'mismatch'}: {text}; error: {words}", line or place
+    if not kind and len(set(calls)) == 1:
+        text = "perhaps DDP's own call, in backward(): does each rank make as many steps?"
+    return BROKEN, f"{kind or 'mismatch'}: {text}", line or place
 
 
 def hang(trace):
