@@ -790,6 +790,7 @@ def test_the_table_of_speeds(monkeypatch, tmp_path):
         ("02_torchrun.py", 2, 7, {"mode": "strong"}),
         ("topics/fast.py", 1, 20, {"options": "--without=ddp"}),
         ("topics/fast.py", 2, 30, {}),
+        ("02_torchrun.py", 2, 90, {"num_workers": 8}),
         ("03_multinode.py", 2, 160, {}),
         ("03_multinode.py", 2, 208, {}),  # too far apart for three digits
         ("01_single_node_multi_gpu.py", 2, 170, {"commit": "old"}),  # of another run than 00
@@ -810,6 +811,7 @@ def test_the_table_of_speeds(monkeypatch, tmp_path):
         ["`01_single_node_multi_gpu.py`", "fp32", "", "170"],
         ["`02_torchrun.py`", "bf16", "", "600 (1.50)"],
         ["`02_torchrun.py`", "fp32", "50", "180 (1.80)"],
+        ["`02_torchrun.py` --num-workers=8", "fp32", "", "90 (0.90)"],
         ["`03_multinode.py`", "fp32", "", "160 to 210 (1.6 to 2.1)"],
         ["`topics/fast.py`", "fp32", "", "30 (1.50)"],
         ["`topics/fast.py` --without=ddp", "fp32", "20", ""],
@@ -817,6 +819,7 @@ def test_the_table_of_speeds(monkeypatch, tmp_path):
     once_more = dict.fromkeys(("samples_per_second", "min", "max"), 1) | {"commit": "b"}
     made_up(monkeypatch, tmp_path, "scaling.csv", *own, own[5] | once_more)
     assert ["`02_torchrun.py`", "fp32", "50", "1"] in cells(tables.speed())
+    assert "workers" not in tables.speed(".*", ".*", ".*", "(?!.*workers).*")
 
 
 def test_the_table_of_strategies(monkeypatch, tmp_path):
