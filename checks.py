@@ -356,6 +356,28 @@ def append_line(line: str, path: str) -> None:
 # ---- by the rungs --------------------------------------------------------------------------------
 
 
+def from_rank_0(state: dict | None, model: torch.nn.Module) -> dict | None:
+    """Return, on all ranks, the state that rank 0 has read, or None. All ranks call it.
+
+    Momentum, as large as the weights, is sent tensor by tensor; what is small is pickled. A rank's
+    weights are not sent: they are those that its model has, and DDP replaces them by rank 0's.
+    """
+    small = [None]
+    if state:
+        small = [state | {"weights": None, "optimizer": state["optimizer"] | {"state": {}}}]
+    dist.broadcast_object_list(small)
+    if not small[0]:
+        return None
+    received = small[0] | {"weights": state["weights"] if state else model.state_dict()}
+    for index, weight in enumerate(model.parameters()):
+        momentum = torch.empty_like(weight, requires_grad=False)
+        if state:
+            momentum.copy_(state["optimizer"]["state"][index]["momentum_buffer"])
+        dist.broadcast(momentum, src=0)
+        received["optimizer"]["state"][index] = {"momentum_buffer": momentum}
+    return received
+
+
 def same_on_all_ranks(args: Namespace, epochs: int, train_set: Sized | None = None) -> None:
     """Refuse ranks that would train something else than rank 0, on every rank. All ranks call it.
 

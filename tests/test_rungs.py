@@ -682,7 +682,7 @@ def test_windows_has_no_libuv(monkeypatch):
 @pytest.mark.parametrize("rung", PARALLEL)
 def test_no_collective_under_a_rank_test(rung):
     """What only one rank calls, the others never answer."""
-    collectives = {"all_reduce", "broadcast_object_list", "barrier", "reduce", "DDP"}
+    collectives = {"all_reduce", "broadcast_object_list", "from_rank_0", "barrier", "reduce", "DDP"}
     collectives |= {"same_on_all_ranks", "loss_is_finite"}
     for node in ast.walk(ast.parse((ROOT / rung).read_text())):
         if isinstance(node, ast.If) and "rank" in ast.unparse(node.test):
@@ -801,6 +801,10 @@ def test_a_checkpoint_that_one_rank_has(rung, owner, tmp_path):
     result = fork(rung, 2, "--epochs=3", folder=tmp_path, **options)
     if alone:
         assert result.codes == [0, 0] and result.epochs[0]["epoch"] == 3, result.err
+        (tmp_path / "02").mkdir()
+        shutil.copy(two_epochs(rung).checkpoint, tmp_path / "02" / "checkpoint.pt")
+        all_read = fork("02_torchrun.py", 2, "--epochs=3", folder=tmp_path / "02")
+        assert_weights(result.state["weights"], all_read.state["weights"], 0)
         return
     assert result.codes == [2, 2] and not result.epochs, result.err
     behind = f"rank 0 has epochs behind it {2 - 2 * owner}, rank 1 has {2 * owner}: make them equal"

@@ -73,12 +73,12 @@ def main(args):
     model = common.build_model(args).to(device)  # its first layer turns bytes into floats
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     # Rank 0 reads its own disk and tells the others: no rank may start at another epoch.
-    state = [common.read_checkpoint(args) if rank == 0 else None]
-    dist.broadcast_object_list(state)  # all ranks
-    start_epoch = common.resume(state[0], args, model, optimizer) if state[0] else 0
+    state = common.read_checkpoint(args) if rank == 0 else None
+    state = checks.from_rank_0(state, model)  # all ranks; the weights are sent by DDP
+    start_epoch = common.resume(state, args, model, optimizer) if state else 0
     checks.same_on_all_ranks(args, start_epoch)  # all ranks: refuses different options or epochs
     # The mid-epoch state is saved with the optimizer's. Between epochs it is empty.
-    mid_epoch = state[0]["optimizer"].get("mid_epoch", {}) if state[0] else {}
+    mid_epoch = state["optimizer"].get("mid_epoch", {}) if state else {}
     optimizer.register_state_dict_post_hook(lambda _, saved: saved | {"mid_epoch": mid_epoch})
     model = DDP(model)  # all ranks: takes the weights of rank 0
 
