@@ -316,8 +316,9 @@ def test_a_full_disk_is_said_in_one_line_and_leaves_the_checkpoint_whole(rung, e
     fill = no_room("save_checkpoint", 50_000)
     result = fork(rung, size(rung), f"--epochs={epochs}", folder=tmp_path, before=fill)
     assert result.codes == [1] if rung.startswith("01") else 2 in result.codes, result.err
-    [line] = [line for line in result.err.splitlines() if line.startswith(rung)]
-    assert "tmp: File too large. Make room" in line and "torch.save" not in result.err, result.err
+    lines = [line for line in result.err.splitlines() if line.startswith(rung)]
+    assert len(lines) == 1 and "tmp: File too large. Make room" in lines[0], result.err
+    assert "torch.save" not in result.err, result.err
     assert {path: path.read_bytes() for path in tmp_path.glob("checkpoint*")} == before
 
 
