@@ -253,6 +253,16 @@ def test_the_detective_is_right(in_forks, tmp_path):
     assert int(row["where"].rpartition(":")[2]) == right["case_2_line"], row
 
 
+def test_the_detective_takes_both_places_of_a_moved_line():
+    lab, moved = load("3_detective"), "    model.module.head = "
+    for learner in map(starters.Learner, map(str, range(99))):
+        text = lab.files(learner)["case_3.py"].splitlines()
+        if found := [n for n, line in enumerate(text, 1) if line.startswith(moved)]:
+            assert lab.lines(learner)["case_3"] == {found[0] - 1, found[0]}
+            return
+    raise AssertionError("nobody has that case")
+
+
 # ---- labs/run.py ---------------------------------------------------------------------------------
 
 RUNNER = """if True:
@@ -298,6 +308,7 @@ def test_the_way_through_a_lab(runner, tmp_path):
     case.write_text("mine")
     (work / "case_2.py").unlink()
     right = load("3_detective").SOLUTION(starters.Learner("ann"))[1]
+    right["case_1_rank"] = str(right["case_1_rank"])  # a number in the quotes that were there
     answers.write_text("".join(f"{k} = {json.dumps(v)}  # so\n" for k, v in right.items()))
     assert runner("3", "--hint")[1].startswith("hint 1 of 4") and not runner("3", "--hint")[2]
     report = tmp_path / "report.json"
