@@ -263,6 +263,12 @@ def test_the_detective_takes_both_places_of_a_moved_line():
     raise AssertionError("nobody has that case")
 
 
+def test_nothing_is_predicted_before_it_is_measured(tmp_path):
+    command = [sys.executable, starters.LABS / "4_scale_it" / "starter.py", "wide"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode and done.stderr.startswith("first run measure.py --model wide")
+
+
 # ---- labs/run.py ---------------------------------------------------------------------------------
 
 RUNNER = """if True:

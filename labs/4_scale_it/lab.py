@@ -12,7 +12,7 @@ TITLE, MINUTES, LIMIT = "Scale it", 60, 120
 FAILS = "TODO 1"
 QUESTIONS = {
     "speedup_guess": "before you measure anything: how many times as fast are two processes?",
-    "speedup_predicted": "what starter.py predicts for 2 ranks (a number, without quotes)",
+    "speedup_predicted": "what starter.py predicts for 2 ranks",
     "speedup_measured": "what measure.py measured for 2 ranks: whole / together",
     "gap": "what explains most of the difference: 'compute' (a rank of two needs longer for its "
     "half) or 'communication' (the exchange needs longer or shorter than the ring's formula)",
@@ -157,7 +157,10 @@ def check(work, learner, answers):
     good = said in ("compute", "communication") and (tie or said == larger)
     text = f"{said}: {compute * 1e3:+.1f} ms of computation, {exchange * 1e3:+.1f} of exchange"
     if not good:
-        text = f"{said!r}: compare apart with the predicted computation, together with apart"
+        text = (
+            f"{said!r} is not it: 'compute' or 'communication'? Compare apart with the predicted "
+        )
+        text += "computation, and together with apart"
     return [*results, Result("gap", good, text)]
 
 
@@ -229,5 +232,5 @@ WRONG = [
     ("nothing measured", {"measured.json": "{}"}, {}, "run measure.py on both"),
     ("another machine", {"measured.json": json.dumps({"small": ELSEWHERE})}, {}, "measure again"),
     ("that of four ranks", {}, {"speedup_predicted": 3.5}, "3.5 is not what"),
-    ("nothing to explain", {}, {"gap": "none"}, "compare apart with"),
+    ("nothing to explain", {}, {"gap": "none"}, "Compare apart with"),
 ]
