@@ -269,6 +269,33 @@ def test_nothing_is_predicted_before_it_is_measured(tmp_path):
     assert done.returncode and done.stderr.startswith("first run measure.py --model wide")
 
 
+SAID = """\
+[rank1]:   File "/mine/starter.py", line 48, in main
+[rank1]: RuntimeError: Error(s) in loading state_dict for Sequential:
+[rank1]: \tMissing key(s) in state_dict: "1.weight".
+[rank1]: \tUnexpected key(s) in state_dict: "module.1.weight".
+[rank0]: RuntimeError: [pair.cc:561] Connection closed by peer [127.0.0.1]:24742.
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+"""
+
+
+def test_the_culprits_error_is_told():
+    """Not torchrun's own, which comes last, and not that of a rank which waited for another."""
+    said = starters.why(starters.Run(1, "", SAID, False))
+    first, rest = "RuntimeError: Error(s) in loading", 'Unexpected key(s) in state_dict: "module.1'
+    assert said.startswith(first) and rest in said and said.endswith("(starter.py line 48)")
+    assert "peer" in starters.why(starters.Run(1, "", SAID.splitlines()[4], False))
+
+
+def test_a_checkpoint_without_weights_is_not_called_others(monkeypatch, tmp_path):
+    lab, ended = load("5_break_it"), starters.Run(0, "", "", False)
+    for name, state in (("mine", {"model": {}}), ("whole", {"weights": {}})):
+        torch.save(state, tmp_path / name)
+    monkeypatch.setattr(lab, "whole", lambda: [tmp_path / "whole"])
+    text = lab.verdict("kill", ended, [1, 2], tmp_path / "mine", "killed").text
+    assert "not one of common.save_checkpoint" in text
+
+
 # ---- labs/run.py ---------------------------------------------------------------------------------
 
 RUNNER = """if True:
