@@ -186,15 +186,15 @@ def check(work, learner, answers):
             return results
         results.append(spoilt(work, file, "the file was cut in half"))
         if results[-1].passed:
-            again = "it was cut again (has a spoilt file become the one before?)"
-            results[-1] = spoilt(work, file, again)
+            results[-1] = twice = spoilt(work, file, "the file was cut in half twice")
+            twice.text += "" if twice.passed else ": has a spoilt file become the one before?"
         done, first, sent = train(work, other, rank=asked, number=signal.SIGTERM)
         codes = re.findall(r"exitcode +: (-?\d+)", done.err)
         if not sent or codes.count("75") != 2 or done.timed_out:
             text = (
                 f"SIGTERM to rank {asked}: {codes.count('75')} of 2 ranks ended with exit code 75"
             )
-            text += ", another with -15, which is SIGTERM" if "-15" in codes else ""
+            text += ", one with -15, which is SIGTERM" if "-15" in codes else ""
             return [*results, Result("stop", False, f"{text}: all must, after the same epoch")]
         done, second, _ = train(work, other)
         what = f"stopped after epoch {first[-1]} and put back into the queue"
@@ -245,7 +245,7 @@ WRONG = [
             ("os.replace(file,", "os.replace(args.checkpoint,"),
         ),
         {},
-        "it was cut again",
+        "has a spoilt file become",
     ),
     (
         "no word to the others",

@@ -118,7 +118,7 @@ def step_results(seen, plain, far):
     """Return whether a step is cut, sent once, and the same: 16 samples in three parts."""
     most, sent, wanted = max(seen["rows"], default=0), seen["sent"], plain["sent"]
     cut = most <= 6
-    text = f"a forward pass has at most {most} samples, of 16 in three micro-batches"
+    text = f"the largest of three micro-batches has {most} of 16 samples"
     results = [Result("micro-batches", cut, text if cut else f"{text}: see TODO 1")]
     if not cut:
         return results
@@ -184,7 +184,11 @@ def on_paper(learner, answers):
     for name, value in right(learner).items():
         said = answers.get(name)
         good = isinstance(said, int | float) and abs(said - value) < 1e-6
-        text = f"{said}" if good else f"{said} is not it: ranks, micro-batches and parts all count"
+        text = (
+            f"{said}"
+            if good
+            else f"{said} is not it: ranks, micro-batches and their samples all count"
+        )
         text = "not answered yet: write it into answers.toml" if said is None else text
         results.append(Result(name, good, text))
     return results
@@ -220,7 +224,10 @@ def solved(*edits):
             "            sums[0] += loss.detach() * len(labels)\n            sums[1]",
             "            sums[1]",
         ),
-        ("    for epoch in range(", "    count = 0\n    for epoch in range("),
+        (
+            "    for epoch in range(",
+            "    count = start_epoch * len(train_loader)\n    for epoch in range(",
+        ),
         ("DistributedSampler\n\n", "DistributedSampler, Subset\n\n"),
         ("import time\n", "import time\nfrom contextlib import nullcontext\n"),
         (PADDED, SHARD),
