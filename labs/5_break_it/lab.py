@@ -173,7 +173,7 @@ def spoilt(work, file, what):
 
 
 def check(work, learner, answers):
-    victim, asked = learner.pick("victim", range(2)), learner.pick("asked", range(2))
+    victim, asked = learner.pick("victim", range(2)), 1  # rank 0's flag alone must not do
     with TemporaryDirectory(prefix="lab-") as folder:
         file, other = Path(folder) / "killed.pt", Path(folder) / "stopped.pt"
         done, epochs, sent = train(
@@ -254,5 +254,11 @@ WRONG = [
         ),
         {},
         "1 of 2 ranks",
+    ),
+    (
+        "rank 0's word",
+        solved(("dist.all_reduce(stop)", "dist.broadcast(stop, 0)")),
+        {},
+        "0 of 2 ranks",
     ),
 ]

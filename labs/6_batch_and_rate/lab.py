@@ -162,7 +162,7 @@ def trained(work):
     if not all(result.passed for result in results):
         return results
 
-    done, _, seen, _ = train(script, "--base-batch=8")
+    done, _, seen, _ = train(script, "--accumulation-steps=3", "--base-batch=8")
     if done.code != 0 or len(seen) < 2:
         return [*results, Result("rate", False, why(done))]
     steps = len(seen[0]["rates"]) // 2  # an epoch's
@@ -273,6 +273,15 @@ WRONG = [
         ),
         {},
         "have 15 samples",
+    ),
+    (
+        "micro-batches counted as steps",
+        solved(
+            ("loss.backward()\n", "loss.backward()\n                    count += 1\n"),
+            ("min(count + 1,", "min(count,"),
+        ),
+        {},
+        "rate: 0.04",
     ),
     ("padded", solved((SHARD, PADDED)), {}, "26 of 25"),
     ("one rank's batch", {}, {"effective_batch": 32}, "32 is not it"),
