@@ -132,6 +132,8 @@ def read_answers(work, lab):
         except ValueError:
             kinds = 'name = "text", name = 1.5 or name = ["a", "b"], in one line'
             fail(f"answers.toml line {number} is no answer to a question: write {kinds}")
+        if isinstance(answer, str) and re.fullmatch(r"-?\d+(\.\d+)?", answer):
+            answer = json.loads(answer)  # "2" is 2: the quotes were there already
         if answer != "":
             answers[name] = answer
     return answers

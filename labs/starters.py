@@ -221,11 +221,12 @@ def why(run: Run, script: str = "starter.py") -> str:
             f"it did not end in {run.limit:.0f} s (a hang, or a busy machine?); last line: {last}"
         )
     lines = re.findall(rf'{re.escape(script)}", line (\d+)', run.err)
-    kinds = r"^(?:\[rank\d+\]: *)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)"
+    kinds = r"^(?:\[rank\d+\]: *)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*(?:\n.*\t.*)*)"
     said = re.findall(rf"^{re.escape(script)}: .*", run.err, re.M)  # of checks.py
-    found = re.findall(kinds, run.err, re.M)
-    own = [error for error in found if "ChildFailedError" not in error]  # not torchrun's
-    errors = said or own or found or run.err.strip().splitlines()[-1:]
+    errors = said or re.findall(kinds, run.err, re.M) or run.err.strip().splitlines()[-1:]
+    # torchrun's own comes last, and the other ranks lose their connection.
+    errors = [e for e in errors if not re.search("ChildFailedError|by peer", e)] or errors
+    errors = [re.sub(r"\n.*?\t", " ", error) for error in errors]
     place = f" ({script} line {lines[-1]})" if lines and not said else ""
     return (errors[-1] if errors else f"exit code {run.code}, without a word") + place
 

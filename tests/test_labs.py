@@ -298,6 +298,49 @@ def test_the_detective_is_right(in_forks, tmp_path):
     assert int(row["where"].rpartition(":")[2]) == right["case_2_line"], row
 
 
+def test_the_detective_takes_both_places_of_a_moved_line():
+    lab, moved = load("3_detective"), "    model.module.head = "
+    for learner in map(starters.Learner, map(str, range(99))):
+        text = lab.files(learner)["case_3.py"].splitlines()
+        if found := [n for n, line in enumerate(text, 1) if line.startswith(moved)]:
+            assert lab.lines(learner)["case_3"] == {found[0] - 1, found[0]}
+            return
+    raise AssertionError("nobody has that case")
+
+
+def test_nothing_is_predicted_before_it_is_measured(tmp_path):
+    command = [sys.executable, starters.LABS / "4_scale_it" / "starter.py", "wide"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode and done.stderr.startswith("first run measure.py --model wide")
+
+
+SAID = """\
+[rank1]:   File "/mine/starter.py", line 48, in main
+[rank1]: RuntimeError: Error(s) in loading state_dict for Sequential:
+[rank1]: \tMissing key(s) in state_dict: "1.weight".
+[rank1]: \tUnexpected key(s) in state_dict: "module.1.weight".
+[rank0]: RuntimeError: [pair.cc:561] Connection closed by peer [127.0.0.1]:24742.
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+"""
+
+
+def test_the_culprits_error_is_told():
+    """Not torchrun's own, which comes last, and not that of a rank which waited for another."""
+    said = starters.why(starters.Run(1, "", SAID, False))
+    first, rest = "RuntimeError: Error(s) in loading", 'Unexpected key(s) in state_dict: "module.1'
+    assert said.startswith(first) and rest in said and said.endswith("(starter.py line 48)")
+    assert "peer" in starters.why(starters.Run(1, "", SAID.splitlines()[4], False))
+
+
+def test_a_checkpoint_without_weights_is_not_called_others(monkeypatch, tmp_path):
+    lab, ended = load("5_break_it"), starters.Run(0, "", "", False)
+    for name, state in (("mine", {"model": {}}), ("whole", {"weights": {}})):
+        torch.save(state, tmp_path / name)
+    monkeypatch.setattr(lab, "whole", lambda: [tmp_path / "whole"])
+    text = lab.verdict("kill", ended, [1, 2], tmp_path / "mine", "killed").text
+    assert "not one of common.save_checkpoint" in text
+
+
 # ---- labs/run.py ---------------------------------------------------------------------------------
 
 RUNNER = """if True:
@@ -343,6 +386,7 @@ def test_the_way_through_a_lab(runner, tmp_path):
     case.write_text("mine")
     (work / "case_2.py").unlink()
     right = load("3_detective").SOLUTION(starters.Learner("ann"))[1]
+    right["case_1_rank"] = str(right["case_1_rank"])  # a number in the quotes that were there
     answers.write_text("".join(f"{k} = {json.dumps(v)}  # so\n" for k, v in right.items()))
     assert runner("3", "--hint")[1].startswith("hint 1 of 4") and not runner("3", "--hint")[2]
     report = tmp_path / "report.json"

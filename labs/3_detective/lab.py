@@ -48,6 +48,7 @@ OUTLIERS = [
 ROWS = ["c64ae5dba48df9e9", "9f77574cea10be61", "fbcd536fbec4ff83", "b62f1e216fcb9668"]
 ROWS += ["b2638ecce427eb93", "1448b5504a9b1f60", "f60d615e7861a85b", "ffd0d5c31270e93b"]
 CAUSES = {1: "81280e1b183bfed2", 2: "f0cc6a7358b1d5c1"}
+ALSO = {"case_1": (), "case_2": ("replicas",)}  # broken, but as a consequence
 HINTS = [
     "Run each case and note what you see: does it end, with which exit code, do the numbers change "
     "from run to run? A script that stops: where is each rank? One that ends: what is unequal?",
@@ -107,14 +108,18 @@ def files(learner):
 
 
 def lines(learner):
-    """Return {case: the numbers of its wrong lines}: of all that is not in the correct twin."""
+    """Return {case: the numbers of its wrong lines}: of all that is not in the correct twin.
+
+    Where the twin has a line more, it is the line before which that one is missing.
+    """
     found, twins = {}, ("labs/bugs/twins/texts.py", "labs/bugs/twins/flat.py")
     twins += (bugs.path(cases(learner)[2].twin),)
     for (name, text), twin in zip(files(learner).items(), twins, strict=True):
         old, new = patched(twin, []).splitlines(), text.splitlines()
         changed = set()
         for kind, _, _, start, stop in difflib.SequenceMatcher(None, old, new, False).get_opcodes():
-            changed |= set(range(start + 1, stop + 1)) if kind in ("replace", "insert") else set()
+            stop += kind == "delete"
+            changed |= set(range(start + 1, stop + 1)) if kind != "equal" else set()
         options = r"^\"\"\"|add_argument|seed=\d+"  # what tells the variants apart
         found[name[:-3]] = {n for n in changed if not re.search(options, new[n - 1])}
     return found
@@ -127,7 +132,7 @@ def check(work, learner, answers):
     skip, outlier, row = cases(learner)
     where = lines(learner)
     causes = {"case_1": CAUSES[1], "case_2": CAUSES[2], "case_3": sealed(row.check)}
-    results = []
+    also, results = ALSO | {"case_3": row.also}, []
     for name, answer in answers.items():
         case, what = name.rsplit("_", 1)
         if what == "line":
@@ -138,8 +143,10 @@ def check(work, learner, answers):
             seed, *seals = (skip[0], skip[2]) if case == "case_1" else outlier
             passed = sealed((case, seed, what, answer)) == seals[what == "step"]
         text = f"{answer} is right" if passed else f"it is not {answer}"
-        if what == "cause" and case == "case_3" and answer in row.also:
+        if what == "cause" and answer in also[case]:
             text = f"{answer} is broken, but as a consequence"
+        elif what == "cause" and not passed:
+            text += ": labs/check.py says which rule is broken"
         results.append(Result(name, passed, text))
     return results
 
@@ -170,7 +177,8 @@ def WRONG(learner):
         ("the victim", {}, {"case_2_rank": (other + 1) % 3}, "case_2_rank"),
         ("where it stops", {}, answers, "case_1_line"),
         ("the step after", {}, {"case_2_step": right["case_2_step"] + 1}, "case_2_step"),
-        ("a consequence", {}, {"case_2_cause": "replicas"}, "it is not replicas"),
+        ("a consequence", {}, {"case_2_cause": "replicas"}, "replicas is broken, but as a"),
+        ("another rule", {}, {"case_2_cause": "gradients"}, "it is not gradients: labs/check.py"),
         (
             "what follows from it",
             {},

@@ -12,7 +12,7 @@ TITLE, MINUTES, LIMIT = "Scale it", 60, 120
 FAILS = "TODO 1"
 QUESTIONS = {
     "speedup_guess": "before you measure anything: how many times as fast are two processes?",
-    "speedup_predicted": "what starter.py predicts for 2 ranks (a number, without quotes)",
+    "speedup_predicted": "what starter.py predicts for 2 ranks",
     "speedup_measured": "what measure.py measured for 2 ranks: whole / together",
     "gap": "what explains most of the difference: 'compute' (a rank of two needs longer for its "
     "half) or 'communication' (the exchange needs longer or shorter than the ring's formula)",
@@ -24,7 +24,7 @@ HINTS = [
     "whole 10 and half 6: what shrinks is 8 at the whole batch, so 2 do not. A ring of 2 ranks has "
     "2 rounds of half of the bytes; one of 4 ranks has 6 rounds of a quarter.",
     "apart, in measured.json, is a step of two ranks that exchange nothing. together - apart is "
-    "what the exchange costs; apart minus your predicted computation is what two processes on one "
+    "what the exchange costs; apart - half is what two processes on one "
     "machine take from each other: caches, memory, clock.",
 ]
 HERE = Path(__file__).parent
@@ -85,21 +85,17 @@ def files(learner):
 
 
 def predicted(rows):
-    """Return the predicted seconds of a step of two ranks: all, and of computing alone."""
+    """Return the predicted seconds of a step of two ranks."""
     one, two = rows["1"], rows["2"]
     names = ("small_bytes", "small", "large_bytes", "large")
     alpha, beta = alpha_and_beta(*(two[name] for name in names), 2)
-    return (
-        step(2, one["whole"], one["half"], one["bytes"], alpha, beta),
-        step(2, one["whole"], one["half"], 0, 0, 0),
-    )
+    return step(2, one["whole"], one["half"], one["bytes"], alpha, beta)
 
 
 def gaps(rows):
     """Return how much longer than predicted two ranks compute, and exchange."""
-    whole, compute = predicted(rows)
     two = rows["2"]
-    return two["apart"] - compute, two["together"] - two["apart"] - (whole - compute)
+    return two["apart"] - rows["1"]["half"], two["together"] - two["apart"] - two["large"]
 
 
 def functions(work):
@@ -127,7 +123,7 @@ def check(work, learner, answers):
     try:
         rows = json.loads((work / "measured.json").read_text())["small"]
         one, two = rows["1"], rows["2"]
-        whole, (compute, exchange) = predicted(rows)[0], gaps(rows)
+        whole, (compute, exchange) = predicted(rows), gaps(rows)
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
         text = "measured.json lacks the small model on 1 or on 2 processes: run measure.py on both"
         return [*results, Result("measured.json", False, text)]
@@ -157,7 +153,8 @@ def check(work, learner, answers):
     good = said in ("compute", "communication") and (tie or said == larger)
     text = f"{said}: {compute * 1e3:+.1f} ms of computation, {exchange * 1e3:+.1f} of exchange"
     if not good:
-        text = f"{said!r}: compare apart with the predicted computation, together with apart"
+        text = f"{said!r} is not it: 'compute' or 'communication'? Compare apart with half, "
+        text += "and together - apart with large"
     return [*results, Result("gap", good, text)]
 
 
@@ -212,7 +209,7 @@ def solved(*edits):
 def SOLUTION(learner):
     rows = json.loads(measured())["small"]
     whole, (compute, exchange) = rows["1"]["whole"], gaps(rows)
-    answers = {"speedup_guess": 2.0, "speedup_predicted": round(whole / predicted(rows)[0], 3)}
+    answers = {"speedup_guess": 2.0, "speedup_predicted": round(whole / predicted(rows), 3)}
     answers |= {"speedup_measured": round(whole / rows["2"]["together"], 3)}
     answers["gap"] = "compute" if abs(compute) > abs(exchange) else "communication"
     return solved() | {"measured.json": measured()}, answers
@@ -229,5 +226,5 @@ WRONG = [
     ("nothing measured", {"measured.json": "{}"}, {}, "run measure.py on both"),
     ("another machine", {"measured.json": json.dumps({"small": ELSEWHERE})}, {}, "measure again"),
     ("that of four ranks", {}, {"speedup_predicted": 3.5}, "3.5 is not what"),
-    ("nothing to explain", {}, {"gap": "none"}, "compare apart with"),
+    ("nothing to explain", {}, {"gap": "none"}, "Compare apart with"),
 ]

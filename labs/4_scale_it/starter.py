@@ -38,8 +38,11 @@ def step(ranks, whole, half, size, alpha, beta):
 
 if __name__ == "__main__":
     model = sys.argv[1] if len(sys.argv) > 1 else "small"
-    rows = json.loads(Path("measured.json").read_text())[model]
-    one, two = rows["1"], rows["2"]
+    try:
+        rows = json.loads(Path("measured.json").read_text())[model]
+        one, two = rows["1"], rows["2"]
+    except (OSError, KeyError):
+        sys.exit(f"first run measure.py --model {model}, on one process and on two")
     net = (two[name] for name in ("small_bytes", "small", "large_bytes", "large"))
     alpha, beta = alpha_and_beta(*net, 2)
     print(f"alpha {alpha * 1e6:.1f} microseconds | {1 / beta / 1e9:.2f} GB/s")

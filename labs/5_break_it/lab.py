@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from labs.starters import CPU, ROOT, Result, distance, header, must_end, patched, run, why
 
-TITLE, MINUTES, LIMIT = "Break it", 60, 240
+TITLE, MINUTES, LIMIT = "Break it", 60, 300
 FAILS = "no checkpoint: see TODO 1"
 QUESTIONS = {}
 EPOCHS = 12
@@ -66,13 +66,13 @@ The task is in labs/5_break_it/README.md. Each rank prints its process id: that 
 ]
 NEWEST = '''
 def newest_whole(path):
-    """Return the state of the newest checkpoint that can be read."""
+    """Return the state of the newest checkpoint that can be read, and its file."""
     for file in (path, f"{path}.previous"):
         try:
-            return torch.load(file, map_location="cpu", weights_only=True)
+            return torch.load(file, map_location="cpu", weights_only=True), file
         except Exception as error:
             print(f"cannot read {file}: {type(error).__name__}\\n", end="", flush=True)
-    return None
+    return None, path
 
 
 @record'''
@@ -87,11 +87,12 @@ DONE = [
         + "    stop_requested = []\n"
         + "    signal.signal(signal.SIGTERM, lambda *_: stop_requested.append(True))\n",
     ),
-    ("state = common.read_checkpoint(args)", "state = newest_whole(args.checkpoint)"),
+    ("state = common.read_checkpoint(args)", "state, file = newest_whole(args.checkpoint)"),
     (
         SAVE + LOG,
-        "            if os.path.exists(args.checkpoint):\n"
-        '                os.replace(args.checkpoint, f"{args.checkpoint}.previous")\n'
+        "            if os.path.exists(file):  # only a whole one becomes the one before\n"
+        '                os.replace(file, f"{args.checkpoint}.previous")\n'
+        "            file = args.checkpoint\n"
         + SAVE
         + LOG
         + "        stop = torch.tensor(len(stop_requested))\n"
@@ -112,7 +113,7 @@ HINTS = [
     "rank, at any moment; the ranks may only part where they all are.",
     "The signal handler sets a flag; after each epoch the flags are summed over the ranks "
     "(dist.all_reduce), and all leave if the sum is not 0. Before a save, os.replace the last "
-    "file by another name. topics/preemption.py does it in the middle of an epoch.",
+    "whole file by another name. topics/preemption.py does it in the middle of an epoch.",
 ]
 
 
@@ -150,16 +151,29 @@ def verdict(name, done, epochs, file, what):
         return Result(name, False, f"{what}: {why(done)}")
     if not file.exists():
         return Result(name, False, f"{what}: {FAILS}")
-    if epochs != sorted(set(epochs)):
-        return Result(name, False, f"{what}, and these epochs were trained again: {epochs}")
+    if again := sorted({epoch for epoch in epochs if epochs.count(epoch) > 1}):
+        return Result(name, False, f"{what}, and these epochs were trained again: {again}")
     far = distance(file, whole()[0])
+    if far is None:
+        return Result(name, False, f"{what}: the file is not one of common.save_checkpoint")
     text = f"{what}, and the weights are " + ("the same bit for bit" if far == 0 else "others")
     text += f": the largest difference to a run without faults is {far:.0e}" if far else ""
     return Result(name, far == 0, text)
 
 
+def spoilt(work, file, what):
+    """Cut the file in half, and judge the run that starts from it: one epoch is to be trained."""
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    done, epochs, _ = train(work, file)
+    result = verdict("spoilt file", done, epochs, file, what)
+    if result.passed and len(epochs) != 1:
+        text = f"{what}: the epoch before was there, but these were trained again: {epochs}"
+        return Result(result.name, False, text)
+    return result
+
+
 def check(work, learner, answers):
-    victim, asked = learner.pick("victim", range(2)), learner.pick("asked", range(2))
+    victim, asked = learner.pick("victim", range(2)), 1  # rank 0's flag alone must not do
     with TemporaryDirectory(prefix="lab-") as folder:
         file, other = Path(folder) / "killed.pt", Path(folder) / "stopped.pt"
         done, epochs, sent = train(
@@ -170,17 +184,17 @@ def check(work, learner, answers):
         results = [verdict("kill", done, epochs, file, f"rank {victim} was killed")]
         if not file.exists():
             return results
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-        done, epochs, _ = train(work, file)
-        one = verdict("spoilt file", done, epochs, file, "the file was cut in half")
-        if one.passed and len(epochs) != 1:
-            text = f"the epoch before was there, but these were trained again: {epochs}"
-            one = Result(one.name, False, text)
-        results.append(one)
+        results.append(spoilt(work, file, "the file was cut in half"))
+        if results[-1].passed:
+            results[-1] = twice = spoilt(work, file, "the file was cut in half twice")
+            twice.text += "" if twice.passed else ": has a spoilt file become the one before?"
         done, first, sent = train(work, other, rank=asked, number=signal.SIGTERM)
-        codes = len(re.findall(r"exitcode +: 75", done.err))
-        if not sent or codes != 2 or done.timed_out:
-            text = f"SIGTERM to rank {asked}: {codes} of 2 ranks ended with exit code 75"
+        codes = re.findall(r"exitcode +: (-?\d+)", done.err)
+        if not sent or codes.count("75") != 2 or done.timed_out:
+            text = (
+                f"SIGTERM to rank {asked}: {codes.count('75')} of 2 ranks ended with exit code 75"
+            )
+            text += ", one with -15, which is SIGTERM" if "-15" in codes else ""
             return [*results, Result("stop", False, f"{text}: all must, after the same epoch")]
         done, second, _ = train(work, other)
         what = f"stopped after epoch {first[-1]} and put back into the queue"
@@ -220,9 +234,18 @@ WRONG = [
     ),
     (
         "no other file",
-        solved(("state = newest_whole(args.checkpoint)", "state = common.read_checkpoint(args)")),
+        solved(("newest_whole(args.checkpoint)", "common.read_checkpoint(args), args.checkpoint")),
         {},
         "spoilt file",
+    ),
+    (
+        "a spoilt one kept",
+        solved(
+            ("if os.path.exists(file)", "if os.path.exists(args.checkpoint)"),
+            ("os.replace(file,", "os.replace(args.checkpoint,"),
+        ),
+        {},
+        "has a spoilt file become",
     ),
     (
         "no word to the others",
@@ -231,5 +254,11 @@ WRONG = [
         ),
         {},
         "1 of 2 ranks",
+    ),
+    (
+        "rank 0's word",
+        solved(("dist.all_reduce(stop)", "dist.broadcast(stop, 0)")),
+        {},
+        "0 of 2 ranks",
     ),
 ]

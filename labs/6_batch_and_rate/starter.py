@@ -63,7 +63,7 @@ def main(args):
             labels = labels.to(device, non_blocking=True)
             # TODO 1: cut the batch into --accumulation-steps micro-batches: as many
             # forward and backward passes, one all-reduce, one step, and the same
-            # gradient, also where the micro-batches are not equally large.
+            # gradient and printed loss, also where they are not equally large.
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images), labels)
             loss.backward()
