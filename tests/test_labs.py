@@ -101,7 +101,9 @@ def forked(command, work, limit, env=None, watch=None):
         return REAL_RUN(command, work, limit, env, watch)
     out, err = (work / f".{stream}" for stream in ("out", "err"))
     if work == ROOT:
-        out, err = (Path(os.environ["TMPDIR"]) / f"labs.{stream}" for stream in ("out", "err"))
+        out, err = (
+            Path(os.environ["TMPDIR"]) / f"labs-{os.getpid()}.{stream}" for stream in ("out", "err")
+        )
     before, deadline = children(), time.monotonic() + limit
     if not (pid := os.fork()):
         code = 1
