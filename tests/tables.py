@@ -290,7 +290,8 @@ def nequip():
         lines.append([name, runs[name]["steps"], *last])
     text = table(["run", "optimizer steps", "forces MAE, eV/Å", "energy MAE of a cell, eV"], lines)
     text += f"\nErrors of the last epoch. {'; '.join(dict.fromkeys(places.values()))}.\n"
-    for other in ("2 ranks", "2 ranks, Lightning's own DDP"):
+    own = ", Lightning's own DDP"
+    for other in ("2 ranks", f"2 ranks{own}", "2 ranks, compiled", f"2 ranks, compiled{own}"):
         if other in errors:
             apart = (errors[other] / errors["1 rank"] - 1).abs().max(axis=None)
             text += f"\nLargest relative difference of 1 rank and {other}, over all epochs: "

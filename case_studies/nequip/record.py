@@ -1,7 +1,7 @@
 """Train in several ways, on one rank or two, and add the errors to results/nequip.json.
 
 python case_studies/nequip/record.py             all ways
-python case_studies/nequip/record.py 4 5 6       these, counted from 0 in RUNS
+python case_studies/nequip/record.py 0 7 8 9     these, counted from 0 in RUNS
 """
 
 import csv
@@ -17,6 +17,7 @@ ROOT = HERE.parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 import machine  # noqa: E402
 
+COMPILED = "+training_module.model.compile_mode=compile"  # needs a C++ compiler
 ODD = "data.val_file_path={folder}/val23.xyz"
 # what is run -> the options of nequip-train; {folder} has the data and, by its number, each run
 RUNS = {
@@ -31,6 +32,9 @@ RUNS = {
         "run=[train,val]",  # nothing is left to train
         "+ckpt_path='{folder}/5/checkpoints/epoch=4-step=30.ckpt'",
     ],
+    "1 rank, compiled": [COMPILED],
+    "2 ranks, compiled": ["trainer.devices=2", COMPILED],
+    "2 ranks, compiled, Lightning's own DDP": ["trainer.devices=2", COMPILED, "~trainer.strategy"],
 }
 
 
