@@ -126,6 +126,19 @@ def against_one_rank(trace):
     return found
 
 
+def coupled(own):
+    """Say whether one rank's gradient is no weighted sum of the ranks': the loss mixes samples."""
+    rest, *directions = own
+    basis = []
+    for vector in directions:
+        for one in basis:
+            vector = [x - dot(vector, one) * y for x, y in zip(vector, one, strict=True)]
+        size = math.sqrt(dot(vector, vector))
+        basis += [[x / size for x in vector]] if size else []
+    sum_ = [sum(dot(rest, one) * one[i] for one in basis) for i in range(len(rest))]
+    return apart(rest, sum_) > NEAR
+
+
 def compare_with(one, parts):
     steps = [one, *parts]
     rows = [samples_of(s) for s in steps]
@@ -144,6 +157,8 @@ def compare_with(one, parts):
     factor, error = fit(applied[1], applied[0])
     result = {"own": fit(mean, own[0])[0], "applied": factor, "apart": error, "differs": None}
     if error > (NEAR if any(s["rounded"] for s in steps) else CLOSE):
+        if coupled(own) or any(e["weighted"] for s in steps for e in s["before"]["backward"]):
+            return None  # a loss of pairs, or with weights of classes: a mean over ranks by design
         result["differs"] = "direction"
     elif abs(factor - 1) > NEAR:
         result["differs"] = "length"
