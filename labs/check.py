@@ -336,7 +336,7 @@ def more_runs(trace, args, started, limit, starter):
             trace.resumed = "the checkpoint was there before: the first run went on from it"
         else:
             early = [e for e in saves if e["steps"] + 2 <= total]  # epoch 1 hides what is forgotten
-            saved = (early or saves)[-1]
+            saved = early[-2] if len(early) > 2 else (early or saves)[-1]  # and so does the last
             later = [e["steps"] for e in saves if e["steps"] > saved["steps"]]
             killed = again(args.nproc, stop=min([saved["steps"] + 2, total, *later]))
             second = again(args.nproc)

@@ -237,6 +237,17 @@ FAULTS = {
             ("for _ in range(6))", "for i in range(rank, rank + 6))"),
         ],
     ),
+    "order by rank": (
+        "samples",
+        "in other steps",
+        [
+            *WINDOWS,
+            (
+                "in ((torch.stack([long[i : i + 8] for i in draw()]), torch.zeros(8).long()) for _ in range(6))",
+                "in ((torch.stack([long[i : i + 8] for i in part]), torch.zeros(8).long()) for part in torch.randperm(256)[rank::world_size].split(8))",
+            ),
+        ],
+    ),
     "equal augmentation": ("samples", "equal seeds", [*AUGMENT, SEEDED]),
     "equal augmentation by workers": (
         "samples",
@@ -550,6 +561,18 @@ FAULTS = {
         ],
     ),
     "clip on rank 0": ("precision", "not all ranks", [(CLIP, CLIP.replace("nn.", "rank or nn."))]),
+    "clip before the mean": (
+        "precision",
+        "its own norm",
+        [
+            *BY_HAND,
+            (CLIP, ""),
+            (
+                "            for p in model.parameters()",
+                CLIP + "            for p in model.parameters()",
+            ),
+        ],
+    ),
     "clip before backward": (
         "precision",
         "before backward",
@@ -999,6 +1022,14 @@ RESUME = {
     "starts again": ("repeats", [("range(start, 3)", "range(3)")]),
     "an epoch twice": ("repeats", [('"epoch": epoch + 1', '"epoch": epoch')]),
     "skips": ("skips", [('start = state["epoch"]', 'start = state["epoch"] + 1')]),
+    "scheduler": (
+        "in step 19",
+        [
+            ('        scheduler.load_state_dict(state["scheduler"])\n', ""),
+            ("StepLR(optimizer, 1, 0.9)", "LambdaLR(optimizer, lambda epoch: 0.9**epoch)"),
+            ("range(start, 3)", "range(start, 4)"),
+        ],
+    ),
     "optimizer": (
         "optimizer state",
         [

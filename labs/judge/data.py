@@ -161,10 +161,10 @@ def samples_by_hand(trace):
 
 
 def read_in_turn(rows):
-    """Return (shared, all, rank, other rank) where one rank reads what another reads later.
+    """Return (shared, all, rank, other rank) where two ranks read the same in different steps.
 
-    Looked at is the first half of the steps in which a rank reads hardly a row of its own again:
-    in a next epoch the ranks may change their parts.
+    Looked at is the begin of the steps in which a rank reads hardly a row of its own again: in the
+    next epochs the ranks may take turns. Rows that are drawn with replacement come back by chance.
     """
     ranks, steps = range(len(rows[0])), 0
     read, distinct = [0 for _ in ranks], [set() for _ in ranks]
@@ -175,10 +175,14 @@ def read_in_turn(rows):
         if any((n - len(x)) * 10 > n for n, x in zip(read, distinct, strict=True)):
             break
         steps += 1
-    half = [{row for parts in rows[: steps // 2] for row in parts[r]} for r in ranks]
-    pairs = [(len(half[a] & half[b]), len(half[a]), a, b) for a in ranks for b in ranks if a < b]
-    worst = max(pairs, default=(0, 0, 0, 0))
-    return worst if steps > 5 and worst[0] * 2 > worst[1] else None
+    begin = rows[: steps // len(ranks)]
+    lists = [[row for parts in begin for row in parts[rank]] for rank in ranks]
+    sets = [set(x) for x in lists]
+    pairs = [(len(sets[a] & sets[b]), len(sets[a]), a, b) for a in ranks for b in ranks if a < b]
+    shared_, all_, *_ = worst = max(pairs, default=(0, 0, 0, 0))
+    once = all(len(x) == len(y) for x, y in zip(lists, sets, strict=True))
+    many = shared_ * 2 > all_ or once and shared_ >= max(8, all_ / 10)
+    return worst if steps > 5 and many else None
 
 
 def order(trace):

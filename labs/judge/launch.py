@@ -4,6 +4,7 @@ import re
 
 from judge.collectives import last_line
 from judge.data import samples
+from judge.schedule import precision
 from judge.steps import samples_of
 from judge.trace import BROKEN, HOLDS, NOT_SEEN
 from judge.weights import gradients, wrapper
@@ -89,13 +90,11 @@ def resume(trace):
         word = "repeats" if len(steps) > total - done else "skips"
         text = f"{word} {abs(len(steps) - total + done)} steps: {done} were saved, "
         return BROKEN, text + f"then {len(steps)} made, of {total} in one go", place
-    for name, check in (("wrapper", wrapper), ("gradients", gradients), ("samples", samples)):
+    causes = {"wrapper": wrapper, "gradients": gradients, "precision": precision}
+    for name, check in (causes | {"samples": samples}).items():
         if check(whole)[0] == BROKEN:
-            return (
-                NOT_SEEN,
-                f"see {name}: it would not go on as before without a stop either",
-                place,
-            )
+            text = f"see {name}: it would not go on as before without a stop either"
+            return NOT_SEEN, text, place
     before = killed.ranks[0].steps
     pairs = [(r.steps, k.steps[done:]) for r, k in zip(again.ranks, killed.ranks, strict=False)]
     if len(pairs) < whole.world or not all(one and two for one, two in pairs):
@@ -114,9 +113,15 @@ def resume(trace):
             text = f"the first step of rank {index} reads other samples than it would have"
             return BROKEN, text + " (those of the first epoch)" * (drawn[0] == begun), place
     one, two = pairs[0]
-    if one[0]["lr"] != two[0]["lr"]:
-        text = f"learning rate {one[0]['lr'][0]:.4g} instead of {two[0]['lr'][0]:.4g}"
-        return BROKEN, text + ": the scheduler is forgotten", place
+    by_loss = any(
+        e["metric"] for e in whole.ranks[0].all("scheduler")
+    )  # which random numbers change
+    for number, (step, old) in enumerate(zip(steps, first[done:], strict=True), done + 1):
+        if [f"{x:.6g}" for x in step["lr"]] != [f"{x:.6g}" for x in old["lr"]] and not by_loss:
+            text = (
+                f"learning rate {step['lr'][0]:.4g} instead of {old['lr'][0]:.4g} in step {number}"
+            )
+            return BROKEN, text + ": the scheduler is forgotten", place
     if one[0].get("applied") != two[0].get("applied"):
         text = "same weights and samples, another gradient: random numbers"
         if samples_of(one[0]) != samples_of(two[0]):

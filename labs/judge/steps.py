@@ -31,6 +31,20 @@ def unclipped(step):
     return math.prod(factors) or 1.0
 
 
+def clipped_apart(parts):
+    """Say whether each rank clipped a gradient of its own, and then all got the same one."""
+    norms = [[e["norm"] for e in s["before"].get("clip", ())] for s in parts]
+    if len(set(map(len, norms))) > 1 or any(None in part for part in norms):
+        return False
+    same = all(
+        near(a, b)
+        for s in parts
+        for a, b in zip(parts[0]["applied"], s["applied"], strict=True)
+        if a and b
+    )
+    return same and any(max(column) > 1.01 * min(column) for column in zip(*norms, strict=True))
+
+
 def compare(parts):
     """Name what the ranks applied in one step: mean, sum, scaled, own, partial, equal, blind."""
     if any(step.get("applied") is None for step in parts):
@@ -41,6 +55,8 @@ def compare(parts):
         return "blind", {}
     result = "equal", {}
     for undo in (True, False):  # clipping may be of some parameters only: then as they are
+        if undo and clipped_apart(parts):
+            continue
         if result[0] in ("equal", "unequal"):
             factors = [unclipped(s) if undo else 1.0 for s in parts]
             result = compare_usable(parts, usable, factors)

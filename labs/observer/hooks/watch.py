@@ -806,7 +806,8 @@ def scheduler_step(original):
         finally:
             inside["scheduler"] -= 1
         if outermost:
-            log("scheduler", number=number(self, "scheduler"), scaled=since["scale"], where=where())
+            event = {"number": number(self, "scheduler"), "metric": bool(args or kwargs)}
+            log("scheduler", scaled=since["scale"], where=where(), **event)
         return result
 
     return step
