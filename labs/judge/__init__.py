@@ -33,8 +33,8 @@ class Check:
 CHECKS = [
     Check("samples", samples, "topics/seeds_and_augmentation.py",
           "Each training sample is read once an epoch, over all ranks. Seen from the indices that "
-          "each DataLoader draws, or from the rows themselves. The usual fault is a missing "
-          "DistributedSampler: then every rank does all the work again."),
+          "each DataLoader draws, or from the rows themselves. The usual faults are a missing "
+          "DistributedSampler, and one seed for all ranks where samples are drawn or changed."),
     Check("order", order, "02_torchrun.py",
           "A DistributedSampler gives the same order until set_epoch() tells it the epoch."),
     Check("replicas", replicas, "topics/debugging.py",
