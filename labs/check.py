@@ -270,7 +270,7 @@ class Stash:
 
     def __init__(self, trace):
         self.folder = tempfile.TemporaryDirectory(prefix="check-files-")
-        self.existed, self.kept = self.written(trace), {}
+        self.existed, self.made, self.kept = self.written(trace), self.folders(trace), {}
         for number, path in enumerate(filter(os.path.isfile, self.existed)):
             self.kept[path] = shutil.copy2(path, f"{self.folder.name}/{number}")
 
@@ -280,16 +280,29 @@ class Stash:
         events = [e for rank in trace.ranks for e in rank.all("write")]
         return {e["path"]: e["existed"] for e in reversed(events)}
 
+    @staticmethod
+    def folders(trace):
+        return {e["path"] for rank in trace.ranks for e in rank.all("mkdir")}
+
+    def was_there(self, path):
+        """Say whether there was such a file before the first run, or one in such a folder."""
+        return any(old and f"{p}/".startswith(f"{path}/") for p, old in self.existed.items())
+
     def __enter__(self):
-        self.clear(self.existed)
+        self.clear(self.existed, self.made)
         return self
 
-    def clear(self, paths):
+    def clear(self, paths, folders):
         for path, existed in paths.items():
             if not existed:
                 Path(path).unlink(missing_ok=True)
+        for path in sorted(folders, reverse=True):  # the inner ones first
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
 
     def __exit__(self, *_):
+        for path in sorted(self.made):
+            os.makedirs(path, exist_ok=True)
         for path, copy in self.kept.items():
             shutil.copy2(copy, path)
         self.folder.cleanup()
@@ -314,26 +327,28 @@ def more_runs(trace, args, started, limit, starter):
     with Stash(trace) as stash:
         if started:
             trace.alone = again(1, stop=3)
-            stash.clear(stash.written(trace.alone))
+            stash.clear(stash.written(trace.alone), stash.folders(trace.alone))
         if not re.search(r"load|resume|restore|checkpoint", trace.source):
             trace.resumed = "nothing in the script reads a checkpoint"
         elif not saves:
-            trace.resumed = "no checkpoint with torch.save before the last step"
-        elif any(stash.existed.get(e["path"]) for e in [*saves, *loads]):
+            trace.resumed = "no checkpoint was saved before the last step"
+        elif any(stash.was_there(e["path"]) for e in [*saves, *loads]):
             trace.resumed = "the checkpoint was there before: the first run went on from it"
         else:
             early = [e for e in saves if e["steps"] + 2 <= total]  # epoch 1 hides what is forgotten
-            saved = (early or saves)[-1]
+            saved = early[-2] if len(early) > 2 else (early or saves)[-1]  # and so does the last
             later = [e["steps"] for e in saves if e["steps"] > saved["steps"]]
             killed = again(args.nproc, stop=min([saved["steps"] + 2, total, *later]))
             second = again(args.nproc)
             trace.resumed = {"whole": trace, "killed": killed, "again": second, "saved": saved}
             late = killed.timed_out or second.timed_out
-            if not late and not any(rank.all("load") for rank in second.ranks):
-                trace.resumed = "the second run read no checkpoint with torch.load"
-            for path in stash.written(second).keys() | stash.written(killed).keys():
-                if path not in stash.existed:
-                    Path(path).unlink(missing_ok=True)
+            if not late:
+                trace.goes_on = judge.goes_on(trace, second)
+            if trace.goes_on is False:
+                trace.resumed = "the second run did not start from what the first one had saved"
+            for late in (killed, second):
+                new = {k: k in stash.existed for k in stash.written(late)}
+                stash.clear(new, stash.folders(late) - stash.made)
 
 
 def check(args, starter=start, more=True):
@@ -367,14 +382,19 @@ def main():
     if args.json:
         result = {"version": 1, "script": args.script, "nproc": args.nproc}
         result |= {"exit_codes": [trace.codes.get(rank) for rank in range(len(trace.errors))]}
-        result |= {"seconds": round(time.monotonic() - begun, 1), "checks": results}
+        result |= {
+            "timed_out": trace.timed_out,
+            "seconds": round(time.monotonic() - begun, 1),
+            "checks": results,
+        }
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
-    if trace.timed_out and not trace.hang:
-        print(f"check.py: ended after --timeout {args.timeout:g} s", file=sys.stderr)
-    if any(trace.codes.values()) and not broken:
+    if trace.timed_out:
+        text = f"the run did not end in --timeout {args.timeout:g} s, so the end of it was not seen"
+        print(f"check.py: {text}: take fewer epochs or data, or a longer time", file=sys.stderr)
+    elif any(trace.codes.values()) and not broken:
         print(f"check.py: the script failed: {judge.last_line(trace)}", file=sys.stderr)
-        return 2
-    return int(broken)
+    ended = not trace.timed_out and not any(trace.codes.values())
+    return 1 if broken else 0 if ended else 2
 
 
 if __name__ == "__main__":

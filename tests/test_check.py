@@ -6,6 +6,7 @@ The ranks are forked from this process, which has imported torch: that takes 2 s
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -118,7 +119,8 @@ def edited(tmp_path, *edits, script=SCRIPT):
 def in_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield
-    left = {path.name for path in tmp_path.iterdir()} - {"train.py", "state.pt", "run.log"}
+    files = {"train.py", "part.py", "state.pt", "run.log"}
+    left = {path.name for path in tmp_path.iterdir()} - files
     assert not left
 
 
@@ -175,8 +177,121 @@ STREAM = [
     ),
 ]
 
+WINDOWS = [  # batches at random places of a long row of numbers, without a DataLoader
+    ("    sampler = DistributedSampler(train_set)\n", "    torch.manual_seed(rank)\n"),
+    ("        sampler.set_epoch(epoch)\n", ""),
+    ("    train_loader = DataLoader(train_set, 8, sampler=sampler)\n", ""),
+    (
+        "    test_loader = DataLoader(Subset(test_set, range(rank, 21, world_size)), 8)\n",
+        "    test_loader = [(x[rank:21:world_size], y[rank:21:world_size])]\n"
+        "    long, draw = torch.arange(9000).sin(), lambda: torch.randint(8992, (8,))\n",
+    ),
+    (
+        "in train_loader",
+        "in ((torch.stack([long[i : i + 8] for i in draw()]), torch.zeros(8).long()) for _ in range(6))",
+    ),
+]
+# Each rank has random numbers of its own, and changes its samples by them.
+AUGMENT = [
+    (
+        "    sampler =",
+        "    torch.manual_seed(rank)\n    train_set = Changed(train_set)\n    sampler =",
+    ),
+    (
+        "def main",
+        "class Changed(torch.utils.data.Dataset):\n    def __init__(self, data):\n        self.data = data\n\n"
+        "    def __len__(self):\n        return len(self.data)\n\n"
+        "    def __getitem__(self, i):\n        return self.data[i][0] + 0.1 * torch.randn(8), self.data[i][1]\n\n\ndef main",
+    ),
+]
+SEEDED = ("    torch.manual_seed(rank)\n", "")
+SCALER = [
+    ("    start = 0\n", "    start = 0\n    scaler = torch.amp.GradScaler('cpu')\n"),
+    (
+        "                optimizer.step()\n",
+        "                scaler.step(optimizer)\n                scaler.update()\n",
+    ),
+]
+
 # Each fault: the check that must name it, words of the evidence, and what is changed.
 FAULTS = {
+    "equal seeds": ("samples", "steps two ranks train on the same rows", [*WINDOWS, SEEDED]),
+    "equal seeds, but rank 0 evaluates": (
+        "samples",
+        "in other steps",
+        [
+            *WINDOWS,
+            SEEDED,
+            ("        model.train()\n", "        model.train()\n        rank or draw()\n"),
+        ],
+    ),
+    "read in turn": (
+        "samples",
+        "in other steps",
+        [
+            *WINDOWS,
+            (
+                "in ((torch.stack([long[i : i + 8] for i in draw()])",
+                "in ((long[128 * (6 * epoch + i) :][: 16 * 8].view(8, 16)[:, :8]",
+            ),
+            ("for _ in range(6))", "for i in range(rank, rank + 6))"),
+        ],
+    ),
+    "order by rank": (
+        "samples",
+        "in other steps",
+        [
+            *WINDOWS,
+            (
+                "in ((torch.stack([long[i : i + 8] for i in draw()]), torch.zeros(8).long()) for _ in range(6))",
+                "in ((torch.stack([long[i : i + 8] for i in part]), torch.zeros(8).long()) for part in torch.randperm(256)[rank::world_size].split(8))",
+            ),
+        ],
+    ),
+    "equal augmentation": ("samples", "equal seeds", [*AUGMENT, SEEDED]),
+    "equal augmentation by workers": (
+        "samples",
+        "equal seeds",
+        [*AUGMENT, SEEDED, ("sampler=sampler)", "sampler=sampler, num_workers=2)")],
+    ),
+    "gradients of an optimizer that is gone": (
+        "gradients",
+        "own",
+        [
+            *BY_HAND[:2],
+            ("    dist.destroy_process_group()\n", ""),
+            (
+                "    main()\n",
+                "    main()\n    __import__('gc').collect()\n    dist.destroy_process_group()\n",
+            ),
+        ],
+    ),
+    "not divided, in two lines": (
+        "accumulation",
+        "nothing is divided",
+        [
+            *ACCUMULATE,
+            (
+                "            (loss / 2).backward()\n",
+                "            if micro % 2:\n                loss.backward()\n            else:\n                loss.backward()\n",
+            ),
+        ],
+    ),
+    "not divided, with a scaler": (
+        "accumulation",
+        "nothing is divided",
+        [*ACCUMULATE, *SCALER, ("(loss / 2)", "scaler.scale(loss)")],
+    ),
+    "loss with counters": (
+        "loss",
+        "one rank",
+        [
+            (
+                "            loss.backward()\n",
+                "            loss.backward()\n            rank or print(f'Epoch: [{epoch}][ 1/6] loss {loss.item():.4f}')\n",
+            )
+        ],
+    ),
     "no sampler": ("samples", "every rank reads", [("sampler=sampler)", "shuffle=True)")]),
     "half of the data": (
         "samples",
@@ -446,6 +561,18 @@ FAULTS = {
         ],
     ),
     "clip on rank 0": ("precision", "not all ranks", [(CLIP, CLIP.replace("nn.", "rank or nn."))]),
+    "clip before the mean": (
+        "precision",
+        "its own norm",
+        [
+            *BY_HAND,
+            (CLIP, ""),
+            (
+                "            for p in model.parameters()",
+                CLIP + "            for p in model.parameters()",
+            ),
+        ],
+    ),
     "clip before backward": (
         "precision",
         "before backward",
@@ -541,6 +668,19 @@ COLLECTIVES = {
 }
 
 
+COLLECTIVES["broadcast"] = (
+    "argument mismatch",
+    "broadcast",
+    [
+        (
+            "        dist.all_reduce(sums)\n",
+            "        dist.all_reduce(sums)\n        stop = torch.zeros(1 + rank)\n"
+            "        dist.broadcast(stop, 0)\n        stop.item()\n",
+        )
+    ],
+)
+
+
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_hang_or_abort_is_named(name, tmp_path):
     kind, words, edits = COLLECTIVES[name]
@@ -632,6 +772,28 @@ ODD = {
         (
             "        scheduler.step()\n",
             "        scheduler.step()\n        ema.update_parameters(model.module)\n",
+        ),
+    ],
+    "windows": WINDOWS,
+    "augmentation by workers": [*AUGMENT, ("sampler=sampler)", "sampler=sampler, num_workers=2)")],
+    "equal seeds without augmentation": [
+        ("    sampler =", "    torch.manual_seed(0)\n    sampler =")
+    ],
+    "divided, with a scaler": [
+        *ACCUMULATE,
+        *SCALER,
+        ("(loss / 2)", "scaler.scale(loss / 2)"),
+    ],
+    "each rank prints": [
+        (
+            "        dist.all_reduce(total)\n",
+            "        print(f'loss {total[0] / total[1]:.4f}')\n        dist.all_reduce(total)\n",
+        ),
+    ],
+    "label of the rank": [
+        (
+            "        dist.all_reduce(total)\n",
+            "        rank or print(f'[RANK{rank}] loss {total[0] / total[1]:.4f}')\n        dist.all_reduce(total)\n",
         ),
     ],
     "augmentation": [
@@ -860,6 +1022,14 @@ RESUME = {
     "starts again": ("repeats", [("range(start, 3)", "range(3)")]),
     "an epoch twice": ("repeats", [('"epoch": epoch + 1', '"epoch": epoch')]),
     "skips": ("skips", [('start = state["epoch"]', 'start = state["epoch"] + 1')]),
+    "scheduler": (
+        "in step 19",
+        [
+            ('        scheduler.load_state_dict(state["scheduler"])\n', ""),
+            ("StepLR(optimizer, 1, 0.9)", "LambdaLR(optimizer, lambda epoch: 0.9**epoch)"),
+            ("range(start, 3)", "range(start, 4)"),
+        ],
+    ),
     "optimizer": (
         "optimizer state",
         [
@@ -872,12 +1042,77 @@ RESUME = {
 }
 
 
+RESUME["optimizer, random samples"] = (
+    "optimizer state",
+    [*WINDOWS, ('        optimizer.load_state_dict(state["optimizer"])\n', "")],
+)
+
+
 @pytest.mark.parametrize("name", RESUME)
 def test_resume(name, tmp_path):
     words, edits = RESUME[name]
     _, results = checked(edited(tmp_path, *edits))
     assert broken(results) == {"resume"}, [r for r in results.values() if r["verdict"] != "holds"]
     assert words in results["resume"]["evidence"]
+
+
+BEST = [  # weights only; those of before, if there are any, and at the end those of the best epoch
+    (
+        '            state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}\n'
+        '            state |= {"scheduler": scheduler.state_dict(), "epoch": epoch + 1}\n',
+        "            state = model.module.state_dict()\n",
+    ),
+    ('    if os.path.exists("state.pt"):\n', '    if os.path.exists("weights.pt"):\n'),
+    (
+        '        state = torch.load("state.pt")\n',
+        '        state = {"model": torch.load("weights.pt")}\n',
+    ),
+    (
+        '        optimizer.load_state_dict(state["optimizer"])\n        scheduler.load_state_dict(state["scheduler"])\n        start = state["epoch"]\n',
+        "",
+    ),
+    ("    dist.destroy", '    dist.barrier()\n    torch.load("state.pt")\n    dist.destroy'),
+]
+
+
+def test_the_best_weights_are_no_checkpoint_to_go_on_from(tmp_path):
+    _, results = checked(edited(tmp_path, *BEST))
+    assert not broken(results), results
+    assert results["resume"]["evidence"].startswith("the second run did not start")
+
+
+# The same script in a folder of torch.distributed.checkpoint; torch steps once to fill the state.
+FOLDER = [
+    (
+        "import torch.distributed as dist\n",
+        "import torch.distributed as dist\nimport torch.distributed.checkpoint as dcp\nfrom torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict\n",
+    ),
+    (
+        '    if os.path.exists("state.pt"):\n        state = torch.load("state.pt")\n        model.module.load_state_dict(state["model"])\n        optimizer.load_state_dict(state["optimizer"])\n        scheduler.load_state_dict(state["scheduler"])\n',
+        '    if os.path.isdir("saved"):\n        weights, moments = get_state_dict(model, optimizer)\n        state = {"model": weights, "optimizer": moments, "epoch": 0}\n'
+        '        dcp.load(state, checkpoint_id="saved")\n        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state["optimizer"])\n',
+    ),
+    ("StepLR(optimizer, 1, 0.9)", "StepLR(optimizer, 1, 1.0)"),
+    (
+        '            state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}\n            state |= {"scheduler": scheduler.state_dict(), "epoch": epoch + 1}\n            torch.save(state, "state.pt")\n',
+        '        weights, moments = get_state_dict(model, optimizer)\n        state = {"model": weights, "optimizer": moments, "epoch": epoch + 1}\n        dcp.save(state, checkpoint_id="saved")\n',
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("expected", "edits"),
+    [
+        (set(), []),
+        ({"resume"}, [('start = state["epoch"]', 'start = state["epoch"] - 1')]),
+        ({"checkpoint"}, [('"optimizer": moments, "epoch": epoch + 1', '"epoch": epoch + 1')]),
+    ],
+)
+def test_a_checkpoint_that_is_a_folder(expected, edits, tmp_path):
+    _, results = checked(edited(tmp_path, *FOLDER, *edits))
+    shutil.rmtree("saved")
+    assert broken(results) == expected, results
+    assert expected or results["resume"]["verdict"] == results["checkpoint"]["verdict"] == "holds"
 
 
 def test_a_checkpoint_that_was_there_before(tmp_path):
@@ -952,6 +1187,20 @@ def test_two_nodes(name, tmp_path):
     assert broken(results) == expected, results
 
 
+@pytest.mark.parametrize("name", ["devices", "port"])
+def test_a_module_of_the_script_is_read(name, tmp_path):
+    """It stands beside the script, and makes the process group."""
+    port = "    os.environ['MASTER_PORT'] = '29873'\n" * (name == "port")
+    device = "    rank = dist.get_rank()\n    torch.cuda.is_available() and torch.cuda.set_device(rank)\n"
+    text = f"import os\nimport torch\nimport torch.distributed as dist\n\n\ndef start():\n{port}"
+    text += "    dist.init_process_group('gloo')\n" + device * (name == "devices")
+    (tmp_path / "part.py").write_text(text)
+    start = ('    dist.init_process_group("gloo")\n', "    import part\n\n    part.start()\n")
+    nodes = {"nproc": 4, "nodes": 2} if name == "devices" else {}
+    _, results = checked(edited(tmp_path, start), more=False, **nodes)
+    assert broken(results) == {name} and "part.py" in results[name]["where"], results
+
+
 @pytest.mark.parametrize(
     "rung", ["01_single_node_multi_gpu.py", "02_torchrun.py", "03_multinode.py", "04_lightning.py"]
 )
@@ -998,6 +1247,19 @@ def test_against_one_rank(tmp_path):
     assert not broken(checked(edited(tmp_path, *edits))[1])
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "F.cross_entropy(model(inputs) @ model(inputs + 0.1).T, torch.arange(len(inputs)))",  # of pairs
+        "F.cross_entropy(model(inputs), labels, weight=torch.tensor([1.0, 4.0]))",
+    ],
+)
+def test_a_loss_that_is_no_mean_over_samples(loss, tmp_path):
+    edits = [("(train_set, 8", "(train_set, 16 // world_size"), (CLIP, ""), (SAVE, "")]
+    _, results = checked(edited(tmp_path, *edits, ("F.cross_entropy(model(inputs), labels)", loss)))
+    assert not broken(results), results
+
+
 def test_further_runs_end_in_time(tmp_path, monkeypatch):
     monkeypatch.setattr(check, "MORE", 2)
     load = '        state = torch.load("state.pt")\n'
@@ -1034,6 +1296,14 @@ def test_command_line(tmp_path, tmp_path_factory):
     assert [c["check"] for c in found["checks"] if c["verdict"] == "broken"] == ["teardown"]
     assert "sleep 99" in next(line for line in lines if line.startswith("broken"))
     assert not list(temporary.iterdir())
+
+
+def test_a_run_that_does_not_end(tmp_path):
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(60)\n")
+    command = [sys.executable, str(ROOT / "labs/check.py"), "train.py", "--timeout=1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done
+    assert "did not end in --timeout 1 s" in done.stderr and "fewer epochs" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -428,6 +428,7 @@ def fork_watched(script, words, env, out, err) -> int:
         os.environ.clear()
         os.environ.update(env)
         torch.set_num_threads(1)
+        torch.seed()  # a process of its own has another seed each time
         sys.path[:] = [str(Path(script).parent), *sys.path]
         sys.argv = [str(script), *words]
         main = types.ModuleType("__main__")

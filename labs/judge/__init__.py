@@ -7,14 +7,15 @@ that the evidence is missing, or that another check names the cause.
 from dataclasses import dataclass
 
 from judge.collectives import collectives, last_line, same_call, short, waits
-from judge.data import evaluation, order, samples, sharding
+from judge.data import order, samples, sharding
+from judge.evaluation import evaluation
 from judge.launch import devices, port, resume, teardown
-from judge.output import checkpoint, loss, writers
+from judge.output import checkpoint, goes_on, loss, writers
 from judge.schedule import learning_rate, precision, scheduler
 from judge.trace import BROKEN, HOLDS, NOT_SEEN, events_of, rank_of, read
 from judge.weights import accumulation, buffers, gradients, replicas, wrapper
 
-__all__ = ["BROKEN", "CHECKS", "HOLDS", "NOT_SEEN", "events_of", "judge", "last_line"]
+__all__ = ["BROKEN", "CHECKS", "HOLDS", "NOT_SEEN", "events_of", "goes_on", "judge", "last_line"]
 __all__ += ["rank_of", "read", "same_call", "short", "waits"]
 
 
@@ -32,8 +33,8 @@ class Check:
 CHECKS = [
     Check("samples", samples, "topics/seeds_and_augmentation.py",
           "Each training sample is read once an epoch, over all ranks. Seen from the indices that "
-          "each DataLoader draws, or from the rows themselves. The usual fault is a missing "
-          "DistributedSampler: then every rank does all the work again."),
+          "each DataLoader draws, or from the rows themselves. The usual faults are a missing "
+          "DistributedSampler, and one seed for all ranks where samples are drawn or changed."),
     Check("order", order, "02_torchrun.py",
           "A DistributedSampler gives the same order until set_epoch() tells it the epoch."),
     Check("replicas", replicas, "topics/debugging.py",

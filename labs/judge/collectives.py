@@ -67,7 +67,7 @@ def collectives(trace):
     ]
     for number, parts in enumerate(zip(*lists, strict=False), 1):
         for key in ("op", "count", "reduce"):
-            if key == "count" and not parts[0]["op"].startswith("all_reduce"):
+            if key == "count" and parts[0]["op"] not in ("all_reduce", "broadcast", "reduce"):
                 continue
             values = [e.get(key) for e in parts]
             if len(set(values)) > 1:
@@ -138,9 +138,11 @@ def divergence(trace):
 
 def classify(trace):
     """Return the class of a mistake with collectives, a text and the line."""
-    if counts := uneven(trace) or left_loop(trace):
+    found = divergence(trace) or ("", None)
+    counts = uneven(trace) or left_loop(trace)
+    if counts and found[0] != "argument mismatch":
         return f"uneven number of batches ({' and '.join(map(str, counts))})", None
-    return divergence(trace) or ("", None)
+    return found
 
 
 def abort(trace):
@@ -152,10 +154,10 @@ def abort(trace):
             place = learner_line([(f, n, "") for f, n in reversed(lines)]) or place
     own = [t for n, t in trace.errors.items() if trace.codes.get(n, 0) > 0]
     own = [t.strip() for t in own if not re.search(ABORT, t)]
-    if own:  # a rank's own error, after which the others lost it
+    kind, line = classify(trace)
+    if own and kind != "argument mismatch":  # a rank's own error, after which the others lost it
         said = own[0].rpartition("\n")[2][:160] or last_line(trace)
         return NOT_SEEN, f"the script failed by itself: {said}", place
-    kind, line = classify(trace)
     gone = [n for n, code in trace.codes.items() if code == 0]
     if not kind and gone:
         kind = "missing call"

@@ -1,10 +1,8 @@
-"""Which samples each rank read, in which order, and what was evaluated."""
+"""Which samples each rank read, and in which order."""
 
 import itertools
 from collections import Counter, defaultdict
 
-from judge.collectives import short
-from judge.output import LABEL, METRIC
 from judge.trace import BROKEN, HOLDS, NOT_SEEN, local_rank
 
 
@@ -101,11 +99,21 @@ def samples(trace):
             if missing >= batch * trace.world:
                 return BROKEN, f"epoch {number}: {missing} of {expected} are never read", place
     first = epochs(trace)[0]
+    if number := same_draws(trace):
+        text = f"ranks 0 and 1 draw the same random numbers in loading, {number} times: equal seeds"
+        return BROKEN, f"{text}, and so the same augmentation", first[0]["where"]
     if not first[0]["known"] and not come_back(trace):
         text = "an iterable data set whose samples never come back: nothing to tell them by"
         return NOT_SEEN, text, first[0]["where"]
     text = f"{total} reads in {len(epochs(trace))} epochs, no sample by two ranks in one"
     return HOLDS, text, first[0]["where"]
+
+
+def same_draws(trace):
+    """Return how often ranks 0 and 1 draw the same random numbers for a batch, if mostly."""
+    drawn = [{state for e in r.all("drawn") for state in e["states"]} for r in trace.ranks[:2]]
+    number = len(drawn[0] & drawn[1])
+    return number if number > 1 and number * 2 > len(drawn[0]) else 0
 
 
 def tensor_parallel(trace, lists):
@@ -142,11 +150,39 @@ def samples_by_hand(trace):
     if bad * 2 > len(rows):
         text = f"in {bad} of {len(rows)} steps two ranks train on the same rows"
         return BROKEN, text, steps[0][0]["where"]
+    if found := read_in_turn(rows):
+        text = "{} of the first {} rows of rank {} are also among those of rank {}".format(*found)
+        return BROKEN, f"{text}, in other steps", steps[0][0]["where"]
     if bad:
         text = f"in {bad} of {len(rows)} steps two ranks have the same rows, in most they do not"
         return NOT_SEEN, text, steps[0][0]["where"]
     text = f"in {len(rows)} steps no two ranks have the same rows (batches cut by hand)"
     return HOLDS, text, steps[0][0]["where"]
+
+
+def read_in_turn(rows):
+    """Return (shared, all, rank, other rank) where two ranks read the same in different steps.
+
+    Looked at is the begin of the steps in which a rank reads hardly a row of its own again: in the
+    next epochs the ranks may take turns. Rows that are drawn with replacement come back by chance.
+    """
+    ranks, steps = range(len(rows[0])), 0
+    read, distinct = [0 for _ in ranks], [set() for _ in ranks]
+    for parts in rows:
+        for rank in ranks:
+            read[rank] += len(parts[rank])
+            distinct[rank].update(parts[rank])
+        if any((n - len(x)) * 10 > n for n, x in zip(read, distinct, strict=True)):
+            break
+        steps += 1
+    begin = rows[: steps // len(ranks)]
+    lists = [[row for parts in begin for row in parts[rank]] for rank in ranks]
+    sets = [set(x) for x in lists]
+    pairs = [(len(sets[a] & sets[b]), len(sets[a]), a, b) for a in ranks for b in ranks if a < b]
+    shared_, all_, *_ = worst = max(pairs, default=(0, 0, 0, 0))
+    once = all(len(x) == len(y) for x, y in zip(lists, sets, strict=True))
+    many = shared_ * 2 > all_ or once and shared_ >= max(8, all_ / 10)
+    return worst if steps > 5 and many else None
 
 
 def order(trace):
@@ -215,78 +251,3 @@ def sharding(trace):
     if samples(trace)[0] != HOLDS:
         return NOT_SEEN, "see samples", place
     return HOLDS, f"{trace.world} ranks on {trace.nodes} nodes read different samples", place
-
-
-def evaluation(trace):
-    rounds = [[p for p in r.passes.values() if not p["trained"]] for r in trace.ranks]
-    rounds = [[p for p in passes if p["batches"] and evaluates(p)] for passes in rounds]
-    if not any(rounds):
-        return NOT_SEEN, "no DataLoader was read without training", None
-    trained = {p["loader"] for r in trace.ranks for p in r.training}
-    kinds, total, first = defaultdict(lambda: [[] for _ in rounds]), 0, None
-    for number, passes in enumerate(rounds):  # ranks need not evaluate the same data sets
-        for this in passes:
-            key = (this["where"], this["sampler"], this["replicas"], this["subset"], this["base"])
-            kinds[key][number].append(this)
-    for same in kinds.values():
-        if sum(bool(passes) for passes in same) == 1:
-            same = [passes for passes in same if passes]
-        for parts in zip(*same, strict=False):
-            lists, place = identities(parts), parts[0]["where"]
-            if lists is None:
-                return NOT_SEEN, "which samples were evaluated is unknown", place
-            first, total = first or place, total + len(lists[0])
-            if parts[0]["drop_last"] and parts[0]["loader"] not in trained and parts[0]["ended"]:
-                lost = sum(p["size"] or 0 for p in parts) - sum(map(len, lists))
-                if lost > 0 and not parts[0]["replicas"]:
-                    return BROKEN, f"{lost} samples are never tested: drop_last", place
-            if fault := miscounted(trace, parts, lists):
-                return *fault, place
-    return HOLDS, f"rank 0 reads {total} samples without training, none of them twice", first
-
-
-def miscounted(trace, parts, lists):
-    """Return (verdict, evidence) where the ranks count a sample twice, or report one shard."""
-    read, union = sum(map(len, lists)), len(set().union(*lists))
-    several = union > 1 or not parts[0]["replicas"]  # a sampler pads one sample to one a rank
-    if len(lists) > 1 and all(set(x) == set(lists[0]) for x in lists) and several:
-        return None  # every rank evaluates everything
-    if read > union and all(p["ended"] for p in parts):
-        text = f"{union} samples are counted as {read}: the sampler pads"
-        if any(e["op"].startswith(("all_gather", "gather")) for e in after(trace, parts)):
-            return NOT_SEEN, f"{text}, but results are gathered and may be cut"
-        return BROKEN, text
-    if union > max(len(set(x)) for x in lists) and (spoken := reported(trace, parts)):
-        text = f"{short(spoken)} prints rank 0's own {len(lists[0])} of {union} samples"
-        return BROKEN, f"{text}: no reduction"
-    return None
-
-
-def evaluates(this):
-    return len(this["batches"]) > 1 or this["ended"]
-
-
-def after(trace, parts):
-    """Return rank 0's collectives between this pass and its next training step."""
-    found, started = [], False
-    for event in trace.ranks[0].events:
-        if event["e"] == "pass" and event["number"] == parts[0]["number"]:
-            started = True
-        elif started and event["e"] == "collective":
-            found.append(event)
-        elif started and event["e"] in ("backward", "destroy"):
-            break
-    return found
-
-
-def reported(trace, parts):
-    """Return where rank 0 prints a number after this pass, if no rank communicated before."""
-    started = False
-    for event in trace.ranks[0].events:
-        if event["e"] == "pass" and event["number"] == parts[0]["number"]:
-            started = True
-        elif started and event["e"] in ("collective", "backward", "destroy"):
-            return None
-        elif started and event["e"] == "print" and METRIC.search(event["text"].lower()):
-            return None if LABEL.search(event["text"]) else event["where"]
-    return None

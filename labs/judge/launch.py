@@ -4,6 +4,7 @@ import re
 
 from judge.collectives import last_line
 from judge.data import samples
+from judge.schedule import precision
 from judge.steps import samples_of
 from judge.trace import BROKEN, HOLDS, NOT_SEEN
 from judge.weights import gradients, wrapper
@@ -14,14 +15,13 @@ def devices(trace):
         return NOT_SEEN, "one node: local and global rank are equal (--nodes 2 tells)", None
     pattern = r"set_device(?:_index)?\(.*?\)|device\(\s*f?[\"']cuda[^)]*?\)"
     pattern += r"|device_ids\s*=\s*\[.*?\]|\.cuda\(\w.*?\)"
-    for line, text in enumerate(trace.source.splitlines(), 1):
+    for place, text in trace.lines:
         if text.lstrip().startswith("#") or not (found := re.search(pattern, text)):
             continue
         names = re.findall(r"[A-Za-z_]\w*", found[0])
-        place = f"{trace.script}:{line}"
         for name in names:
             kinds = {of_rank(v) for v in re.findall(rf"\b{name}\b\s*=\s*([^=\n].*)", trace.source)}
-            if name == "rank" and not kinds:
+            if name == "rank" and not kinds - {None}:
                 kinds = {"global"}
             if "local" in kinds or "local" in name.lower():
                 return HOLDS, f"the source takes the device by {name}, the local rank", place
@@ -59,13 +59,10 @@ def port(trace):
         changed = rank.last("port")
         if init["port"] and init["port"] != init["given"]:
             place = changed["where"] if changed else init["where"]
-            lines = [
-                (i, x) for i, x in enumerate(trace.source.splitlines(), 1) if init["port"] in x
-            ]
-            lines = [(i, x) for i, x in lines if not re.search("add_argument|setdefault|get", x)]
+            lines = [(at, x) for at, x in trace.lines if init["port"] in x]
+            lines = [at for at, x in lines if not re.search("add_argument|setdefault|get", x)]
             if lines:
-                at = f"{trace.script}:{lines[0][0]}"
-                return BROKEN, f"the script sets MASTER_PORT to {init['port']}", at
+                return BROKEN, f"the script sets MASTER_PORT to {init['port']}", lines[0]
             return HOLDS, f"the script chose port {init['port']}, which it does not name", place
     if not trace.ranks:
         return NOT_SEEN, "no process group", None
@@ -93,13 +90,11 @@ def resume(trace):
         word = "repeats" if len(steps) > total - done else "skips"
         text = f"{word} {abs(len(steps) - total + done)} steps: {done} were saved, "
         return BROKEN, text + f"then {len(steps)} made, of {total} in one go", place
-    for name, check in (("wrapper", wrapper), ("gradients", gradients), ("samples", samples)):
+    causes = {"wrapper": wrapper, "gradients": gradients, "precision": precision}
+    for name, check in (causes | {"samples": samples}).items():
         if check(whole)[0] == BROKEN:
-            return (
-                NOT_SEEN,
-                f"see {name}: it would not go on as before without a stop either",
-                place,
-            )
+            text = f"see {name}: it would not go on as before without a stop either"
+            return NOT_SEEN, text, place
     before = killed.ranks[0].steps
     pairs = [(r.steps, k.steps[done:]) for r, k in zip(again.ranks, killed.ranks, strict=False)]
     if len(pairs) < whole.world or not all(one and two for one, two in pairs):
@@ -108,20 +103,28 @@ def resume(trace):
         if one[0]["weights"] != two[0]["weights"]:
             return BROKEN, f"rank {index} does not go on from the saved weights", place
     for index, (one, two) in enumerate(pairs):
+        states = [{s["optimizer"]: s["state"] for s in reversed(part)} for part in (one, two)]
+        if any(states[0][n] != states[1][n] for n in states[0].keys() & states[1].keys()):
+            return BROKEN, f"rank {index} does not go on from the saved optimizer state", place
+    for index, (one, two) in enumerate(pairs):
         drawn = [[e["indices"] for e in s["before"].get("batch", ())] for s in (one[0], two[0])]
         if drawn[0] != drawn[1] and drawn[0] != [[None]]:
             begun = [e["indices"] for e in before[0]["before"].get("batch", ())]
             text = f"the first step of rank {index} reads other samples than it would have"
             return BROKEN, text + " (those of the first epoch)" * (drawn[0] == begun), place
-    (one, two), seconds = pairs[0], [[s[1]["weights"] for s in p if len(s) > 1] for p in pairs]
-    if one[0]["lr"] != two[0]["lr"]:
-        text = f"learning rate {one[0]['lr'][0]:.4g} instead of {two[0]['lr'][0]:.4g}"
-        return BROKEN, text + ": the scheduler is forgotten", place
+    one, two = pairs[0]
+    by_loss = any(
+        e["metric"] for e in whole.ranks[0].all("scheduler")
+    )  # which random numbers change
+    for number, (step, old) in enumerate(zip(steps, first[done:], strict=True), done + 1):
+        if [f"{x:.6g}" for x in step["lr"]] != [f"{x:.6g}" for x in old["lr"]] and not by_loss:
+            text = (
+                f"learning rate {step['lr'][0]:.4g} instead of {old['lr'][0]:.4g} in step {number}"
+            )
+            return BROKEN, text + ": the scheduler is forgotten", place
     if one[0].get("applied") != two[0].get("applied"):
         text = "same weights and samples, another gradient: random numbers"
         if samples_of(one[0]) != samples_of(two[0]):
             text = "same weights, other samples: they are drawn by random numbers"
         return NOT_SEEN, text, place
-    if any(len(set(weights)) > 1 for weights in seconds):
-        return BROKEN, "the same gradient makes another step: optimizer state forgotten", place
     return HOLDS, f"killed after step {len(before)}, goes on from step {done + 1} as before", place

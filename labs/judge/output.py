@@ -6,13 +6,23 @@ from pathlib import Path
 
 from judge.trace import BROKEN, HOLDS, NOT_SEEN
 
-LABEL = re.compile(r"\brank\b|\[\s*\d+(/\d+)?\]|\blocal\b|\bown\b|\bworker\b|\bgpu ?\d", re.I)
+LABEL = re.compile(
+    r"\brank(?![a-z])|\[\s*\d+(/\d+)?\]|\blocal\b|\bown\b|\bworker\b|\bgpu ?\d", re.I
+)
+COUNTER = re.compile(r"\b(epoch|step|iter\w*|batch)\b\W{0,2}(\[[^\]]*\]\s*)+", re.I)
 METRIC = re.compile(r"acc|val|test|eval|correct|metric|loss")
+LOAD = re.compile(r"\b(torch|dcp|checkpoint)\.load\(")
 LOSS = re.compile(r"(?<![a-z])loss[^\d\n]{0,20}?(-?\d+\.\d+(?:e[-+]?\d+)?)", re.I)
 
 
+def labelled(text):
+    """Say whether a line tells of which rank its numbers are: "Epoch: [0][3/12]" does not."""
+    return LABEL.search(COUNTER.sub("", text))
+
+
 def loss(trace):
-    sites, labelled = defaultdict(lambda: defaultdict(list)), 0  # file:line: own or mean: numbers
+    sites, each = defaultdict(lambda: defaultdict(list)), 0  # file:line: own or mean: numbers
+    printing = defaultdict(set)  # file:line: ranks
     for rank in trace.ranks:
         done, begun, printed = 0, 0, {}
         for event in rank.events:
@@ -24,10 +34,11 @@ def loss(trace):
                 before = event["text"][: found.start()].lower()[-20:]
                 if re.search(r"val|test|eval", before):
                     continue
-                if LABEL.search(event["text"]):
-                    labelled += 1
-                    continue
                 place = event["where"]
+                printing[place].add(rank.number)
+                if labelled(event["text"]):
+                    each += 1
+                    continue
                 windows = {1, done - begun, done - printed.get(place, 0), done} - {0}
                 sites[place][told(trace, rank.number, done, windows, found[1])].append(found[1])
                 printed[place] = done
@@ -39,18 +50,17 @@ def loss(trace):
             return BROKEN, f"{text}over ranks divided by {trace.world} once more", place
         own = numbers["own"]
         digits = len(own[0].partition(".")[2]) if own else 0
-        if own and not numbers["mean"] and (len(own) > 1 or digits >= 4):
+        if own and len(printing[place]) == trace.world:
+            each += len(own)
+        elif own and not numbers["mean"] and (len(own) > 1 or digits >= 4):
             text = f"{len(own)} printed losses (first {own[0]}) are one rank's"
             return BROKEN, f"{text}, and do not say so", place
     mean = {place: len(numbers["mean"]) for place, numbers in sites.items() if numbers["mean"]}
     if mean:
-        return (
-            HOLDS,
-            f"{sum(mean.values())} printed losses are the mean over ranks",
-            next(iter(mean)),
-        )
-    if labelled:
-        return HOLDS, f"{labelled} printed losses are labelled as one rank's", None
+        text = f"{sum(mean.values())} printed losses are the mean over ranks"
+        return HOLDS, text, next(iter(mean))
+    if each:
+        return HOLDS, f"{each} printed losses are labelled, or printed by each rank", None
     return NOT_SEEN, "no printed number could be told to be one rank's or all ranks'", None
 
 
@@ -98,12 +108,22 @@ def writers(trace):
     return HOLDS, f"{len(ranks)} files, each written by one rank", next(iter(places.values()))
 
 
+def goes_on(trace, second):
+    """Say whether the second run starts from what the first one wrote: not reads it at its end."""
+    written = [e["path"] for rank in trace.ranks for e in rank.all("write")]
+    loads = [e["path"] for rank in second.ranks for e in rank.all("load") if not e["steps"]]
+    return any(f"{path}/".startswith(f"{load}/") for path in written for load in loads)
+
+
 def checkpoint(trace):
     saves = [e for rank in trace.ranks for e in rank.all("save")]
     saves = [e for e in saves if e["path"] and e["found"].get("weights")]
     if not saves:
-        return NOT_SEEN, "no checkpoint was written with torch.save", None
-    resumable = "torch.load(" in trace.source or any(r.all("load") for r in trace.ranks)
+        return NOT_SEEN, "no checkpoint was seen: torch.save and torch's folders are", None
+    resumable = trace.goes_on
+    if resumable is None:  # no second run: by what the source could read, but the first run did not
+        late = {e["where"] for rank in trace.ranks for e in rank.all("load") if e["steps"]}
+        resumable = any(LOAD.search(text) and at not in late for at, text in trace.lines)
     for event in {e["where"]: e for e in saves}.values():
         found, name = event["found"], Path(event["path"]).name
         if found.get("whole") == "DistributedDataParallel":

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 
-from judge.steps import NEAR, against_one_rank, batch_of, synchrony
+from judge.steps import NEAR, against_one_rank, batch_of, clipped_apart, synchrony
 from judge.trace import BROKEN, HOLDS, NOT_SEEN
 
 
@@ -76,6 +76,8 @@ def precision(trace):
             text = f"ranks scale the same gradient by {details['factors'][0]:.3g} and "
             text += f"{details['factors'][1]:.3g}: clipped on one rank only, or by its own norm"
             return BROKEN, text, place or parts[0]["where"]
+        if kind != "blind" and clipped_apart(parts):
+            return BROKEN, "each rank clips by its own norm, before the mean over ranks", place
     if len(set(map(len, clips))) > 1 and len({len(r.steps) for r in trace.ranks}) == 1:
         counts = " and ".join(str(len(part)) for part in clips)
         return BROKEN, f"not all ranks clip: {counts} times", place or trace.script

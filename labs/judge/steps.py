@@ -31,6 +31,20 @@ def unclipped(step):
     return math.prod(factors) or 1.0
 
 
+def clipped_apart(parts):
+    """Say whether each rank clipped a gradient of its own, and then all got the same one."""
+    norms = [[e["norm"] for e in s["before"].get("clip", ())] for s in parts]
+    if len(set(map(len, norms))) > 1 or any(None in part for part in norms):
+        return False
+    same = all(
+        near(a, b)
+        for s in parts
+        for a, b in zip(parts[0]["applied"], s["applied"], strict=True)
+        if a and b
+    )
+    return same and any(max(column) > 1.01 * min(column) for column in zip(*norms, strict=True))
+
+
 def compare(parts):
     """Name what the ranks applied in one step: mean, sum, scaled, own, partial, equal, blind."""
     if any(step.get("applied") is None for step in parts):
@@ -41,6 +55,8 @@ def compare(parts):
         return "blind", {}
     result = "equal", {}
     for undo in (True, False):  # clipping may be of some parameters only: then as they are
+        if undo and clipped_apart(parts):
+            continue
         if result[0] in ("equal", "unequal"):
             factors = [unclipped(s) if undo else 1.0 for s in parts]
             result = compare_usable(parts, usable, factors)
@@ -126,6 +142,19 @@ def against_one_rank(trace):
     return found
 
 
+def coupled(own):
+    """Say whether one rank's gradient is no weighted sum of the ranks': the loss mixes samples."""
+    rest, *directions = own
+    basis = []
+    for vector in directions:
+        for one in basis:
+            vector = [x - dot(vector, one) * y for x, y in zip(vector, one, strict=True)]
+        size = math.sqrt(dot(vector, vector))
+        basis += [[x / size for x in vector]] if size else []
+    sum_ = [sum(dot(rest, one) * one[i] for one in basis) for i in range(len(rest))]
+    return apart(rest, sum_) > NEAR
+
+
 def compare_with(one, parts):
     steps = [one, *parts]
     rows = [samples_of(s) for s in steps]
@@ -144,6 +173,8 @@ def compare_with(one, parts):
     factor, error = fit(applied[1], applied[0])
     result = {"own": fit(mean, own[0])[0], "applied": factor, "apart": error, "differs": None}
     if error > (NEAR if any(s["rounded"] for s in steps) else CLOSE):
+        if coupled(own) or any(e["weighted"] for s in steps for e in s["before"]["backward"]):
+            return None  # a loss of pairs, or with weights of classes: a mean over ranks by design
         result["differs"] = "direction"
     elif abs(factor - 1) > NEAR:
         result["differs"] = "length"

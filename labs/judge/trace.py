@@ -1,6 +1,7 @@
 """What the ranks of one run did: the events of their files, in order, as a Trace."""
 
 import contextlib
+import functools
 import json
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -93,15 +94,25 @@ class Trace:
     seconds: float = 0.0
     timed_out: bool = False
     alone: "Trace | None" = None  # the first steps on one rank
-    resumed: "dict | None" = None
+    resumed: "dict | str | None" = None  # the killed run and the next one, or why there is none
+    goes_on: bool | None = None  # did a next run start from what the first one had written?
 
     @property
     def world(self):
         return len(self.ranks)
 
+    @functools.cached_property
+    def lines(self):
+        """Return [(file:line, text)] of the script and of the modules that events come from."""
+        events = [event for rank in self.ranks for event in rank.events]
+        places = {event["where"].rpartition(":")[0] for event in events if event.get("where")}
+        files = [self.script, *(Path(file) for file in sorted(places - {str(self.script)}))]
+        texts = [(file, file.read_text(errors="replace")) for file in files if file.is_file()]
+        return [(f"{f}:{n}", x) for f, text in texts for n, x in enumerate(text.splitlines(), 1)]
+
     @property
     def source(self):
-        return self.script.read_text(errors="replace")
+        return "\n".join(text for _, text in self.lines)
 
     @property
     def optimizers(self):
@@ -135,11 +146,12 @@ def rank_of(events):
 def read(folder, script, **known):
     """Return the trace of the run whose events are in the folder."""
     ranks, trace = {}, Trace(script, **known)
-    for file in sorted(Path(folder).glob("*.jsonl")):
-        events = events_of(file)
+    files = {file.stem: events_of(file) for file in sorted(Path(folder).glob("*.jsonl"))}
+    for pid, events in files.items():
         number = rank_of(events)
-        if number is not None:
-            ranks[number] = Rank(events, number)
+        if number is not None:  # and its data loading workers
+            others = [e for x in files.values() if x is not events for e in x if e["e"] == "drawn"]
+            ranks[number] = Rank(events + [e for e in others if str(e["parent"]) == pid], number)
     trace.ranks = [ranks[number] for number in sorted(ranks)]
     return trace
 

@@ -244,8 +244,11 @@ def learning_rates_differ(trace, number):
 
 def accumulation(trace):
     steps = [s for r in trace.ranks[:1] for s in r.steps if s["before"].get("backward")]
-    groups = [s["before"]["backward"] for s in steps]
-    groups = [g for g in groups if len({e["where"] for e in g}) == 1]
+    groups = [  # one line, or as many batches as losses: no_sync() has a branch of its own
+        g
+        for s, g in ((s, s["before"]["backward"]) for s in steps)
+        if len({e["where"] for e in g}) == 1 or len(s["before"].get("batch", ())) == len(g)
+    ]
     if skipped(trace):
         return NOT_SEEN, "a rank leaves out steps: see replicas", None
     if not groups:
@@ -255,11 +258,11 @@ def accumulation(trace):
     if most < 2:
         return NOT_SEEN, "one backward() a step", place
     first = next(g for g in groups if len(g) == most)
-    if first[0]["factors"]:
+    if all(e["factors"] for e in first):
         return HOLDS, f"{most} micro-batches a step, and the loss is divided", place
-    factors = [d.get("factor", 1) for kind, d, _ in synchrony(trace) if kind == "scaled"]
-    clips = any(s["since"].get("clips") for s in steps)
-    if first[0]["reduction"] == 2 or any(factors) or clips and factors:
+    scaled = [(d["factor"], p[0]["since"]) for kind, d, p in synchrony(trace) if kind == "scaled"]
+    by_hand = any(abs(factor * (since.get("scale") or 1) - 1) > NEAR for factor, since in scaled)
+    if first[0]["reduction"] == 2 or by_hand:
         return NOT_SEEN, f"{most} micro-batches a step, scaled in another way", place
     return BROKEN, f"{most} micro-batches a step are added up, and nothing is divided", place
 
@@ -275,8 +278,7 @@ def buffers(trace):
         return BROKEN, "buffers differ between ranks when the model has just been wrapped", place
     for parts in zip(*evaluated, strict=False):
         if len({f["buffers"] for f in parts}) > 1 and len({f["steps"] for f in parts}) == 1:
-            text = "ranks evaluate with different buffers, and one rank's are saved"
-            return BROKEN, text, parts[0]["where"]
+            return BROKEN, "ranks evaluate with different buffers", parts[0]["where"]
     if made[0][0]["synced"]:
         return HOLDS, "equal after wrapping; DDP sends rank 0's before each forward pass", place
     same = len(set(ends)) == 1 and None not in ends

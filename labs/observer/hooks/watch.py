@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import pickle
+import random
 import re
 import signal
 import sys
@@ -36,6 +37,7 @@ from torch.optim.optimizer import (
 FOLDER, STOP = os.environ["CHECK_DIR"], int(os.environ.get("CHECK_STOP", 0))
 HERE, STDLIB = os.path.dirname(os.path.abspath(__file__)), os.path.dirname(os.__file__)
 SKETCHED = 200  # steps whose gradients are sketched; after them one of ten
+FETCHED = 20  # batches of a process whose random numbers are noted
 
 busy = threading.local()
 since = collections.Counter()  # what happened since the last optimizer step
@@ -217,9 +219,10 @@ def parameters_of(optimizer):
 @quiet
 def group_added(result, optimizer, *args, **kwargs):
     if number(optimizer, "optimizer") >= len(optimizers):
-        optimizers.append(weakref.ref(optimizer))
+        optimizers.append(optimizer)  # final() needs it when the function that made it has ended
         log("optimizer", number=numbers[optimizer], kind=type(optimizer).__name__, where=where())
     follow(parameters_of(optimizer))
+    follow_folders()
 
 
 def steps_a_shard(parameters):
@@ -232,8 +235,27 @@ def steps_a_shard(parameters):
     return copied and got and sum(p.numel() for p in parameters) != sum(sizes.values())
 
 
+def state_of(optimizer):
+    """Return the tensors that the optimizer keeps beside the weights: moments, for instance."""
+    states = [optimizer.state.get(p) or {} for p in parameters_of(optimizer)]
+    return [x for s in states for _, x in sorted(s.items()) if isinstance(x, torch.Tensor)]
+
+
+def only_fills(optimizer):
+    """Say whether this step changes nothing: torch fills an optimizer's state so, to load it."""
+    gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+    still = all(group.get("lr", 1) == 0 for group in optimizer.param_groups)
+    return still and not any(plain(g).any() for g in gradients)
+
+
 @quiet
 def before_step(optimizer, args, kwargs):
+    if only_fills(optimizer):
+        return
+    if (
+        STOP or number(optimizer, "optimizer") not in shards
+    ):  # to be compared with that of a resumed run; the inner one's
+        places["state"] = crc(state_of(optimizer))
     if inside["step"] not in (0, id(optimizer)):  # of ZeRO, say: the outer one counts
         return
     inside["step"] = id(optimizer)
@@ -248,6 +270,7 @@ def after_step(optimizer, args, kwargs):
     parameters = parameters_of(optimizer)
     event = {"optimizer": number(optimizer, "optimizer"), "weights": places.pop("weights", None)}
     groups = [group for group in optimizer.param_groups if "lr" in group]
+    event["state"] = places.pop("state", None)
     event["lr"] = [float(group["lr"]) for group in groups]
     event["base"] = [float(group.get("initial_lr", group["lr"])) for group in groups]
     event |= {"since": dict(since), "where": where()}
@@ -273,6 +296,7 @@ def after_step(optimizer, args, kwargs):
         event["trained"] = [i for i, p in enumerate(parameters) if p.requires_grad]
     event["names"] = [names.get(id(p)) for p in parameters] if steps["all"] < 2 else None
     log("step", **event)
+    follow_folders()
     local.clear()
     since.clear()
     steps["all"] += 1
@@ -360,8 +384,9 @@ def forward_hook(module, args):
 
 
 def scalars(loss):
-    """Return the factors at the root of this loss's graph, and how its loss function reduces."""
-    found, reduction, level = [], None, [loss.grad_fn]
+    """Return the factors at the root of this loss's graph, how its loss function reduces, and
+    whether that has a weight for each class."""
+    found, reduction, weighted, level = [], None, False, [loss.grad_fn]
     for _ in range(5):
         for node in filter(None, level):
             if node.name().startswith(("DivBackward", "MulBackward")):
@@ -371,10 +396,12 @@ def scalars(loss):
                 except (TypeError, ValueError, RuntimeError):
                     found.append(None)
             reduction = getattr(node, "_saved_reduction", reduction)
+            if hasattr(node, "_saved_reduction"):
+                weighted |= getattr(node, "_saved_weight", None) is not None
         # Below the loss function are the model's own divisions.
         above = [n for n in filter(None, level) if not hasattr(n, "_saved_reduction")]
         level = [n for node in above for n, _ in node.next_functions][:8]
-    return found, reduction
+    return found, reduction, weighted
 
 
 @quiet
@@ -383,15 +410,17 @@ def before_backward(loss, *args, **kwargs):
     follow(waiting)
     since["backward"] += 1
     if loss.numel() == 1:
-        factors, reduction = scalars(loss)
+        factors, reduction, weighted = scalars(loss)
+        factors = [f for f in factors if f is None or f != since["scale"]]  # a GradScaler's
         value = float(loss.detach()) / (since["scale"] or 1)
-        log("backward", loss=value, factors=factors, reduction=reduction, where=where())
+        kind = {"reduction": reduction, "weighted": weighted}
+        log("backward", loss=value, factors=factors, where=where(), **kind)
 
 
 @quiet
 def final(*_):
     module = wrappers and wrappers[-1]["module"]()
-    weights = [crc(parameters_of(o())) for o in optimizers if o()]
+    weights = [crc(parameters_of(o)) for o in optimizers]
     buffers = crc(statistics(module)) if module and statistics(module) else None
     log("final", weights=weights, buffers=buffers)
 
@@ -482,6 +511,33 @@ def batch_read(iterator, data):
         if isinstance(data, (list, tuple)) and len(data) > 1:  # what augmentation leaves alone
             event["labels"] = fingerprints(data[-1])
     log("batch", count=len(index or (() if tensor is None else tensor)), **event)
+
+
+@quiet
+def random_states():
+    """Return a checksum of each global random state."""
+    found = [crc([torch.get_rng_state()]), zlib.crc32(repr(random.getstate()).encode())]
+    if "numpy" in sys.modules:
+        state = sys.modules["numpy"].random.get_state()
+        found.append(zlib.crc32(state[1].tobytes(), state[2]))  # the numbers, the place in them
+    return found
+
+
+def fetched(original):
+    """Note from which random states a batch was made: a data loading worker, too, does this."""
+
+    @functools.wraps(original)
+    def fetch(self, index):
+        since_start["fetch"] += 1
+        if since_start["fetch"] > FETCHED:
+            return original(self, index)
+        before = random_states() or []
+        data = original(self, index)
+        states = [a for a, b in zip(before, random_states() or [], strict=False) if a != b]
+        log("drawn", states=states, parent=os.getppid())
+        return data
+
+    return fetch
 
 
 @quiet
@@ -599,10 +655,14 @@ def group_ends(group=None):
 
 
 def audit(event, args):
-    if event not in ("open", "os.rename") or getattr(busy, "now", False):
+    if event not in ("open", "os.rename", "os.mkdir") or getattr(busy, "now", False):
         return
     busy.now = True
     try:
+        if event == "os.mkdir":
+            if where() and not os.path.exists(args[0]):
+                log("mkdir", path=os.path.realpath(os.fsdecode(args[0])))
+            return
         path, mode = (args[1], "rename") if event == "os.rename" else (args[0], args[1])
         if event == "open" and mode is None:
             flags = args[2] or 0
@@ -674,6 +734,31 @@ def loading(f=None, *args, **kwargs):
 
 
 @quiet
+def planned(planner, state_dict, storage_meta=None, *args, **kwargs):
+    """Note what torch.distributed.checkpoint saves, and in which folder."""
+    path = getattr(storage_meta, "checkpoint_id", None)
+    if isinstance(path, (str, os.PathLike)):
+        found = {}
+        describe(state_dict, found)
+        log("save", path=os.path.realpath(path), found=found, where=where(), steps=steps["all"])
+
+
+@quiet
+def folder_read(reader, *args, **kwargs):
+    log("load", path=os.path.realpath(reader.path), where=where(), steps=steps["all"])
+
+
+def follow_folders():
+    """Hook torch.distributed.checkpoint as soon as the script has imported it: that takes long."""
+    name = "torch.distributed.checkpoint"
+    planner, files = (sys.modules.get(f"{name}.{x}") for x in ("default_planner", "filesystem"))
+    if planner and files and not since_start["folders"]:
+        since_start["folders"] = 1
+        patch(planner.DefaultSavePlanner, "set_up_planner", planned)
+        patch(files.FileSystemReader, "read_metadata", folder_read)
+
+
+@quiet
 def printing(*values, sep=" ", end="\n", file=None, flush=False):
     if file in (None, sys.stdout, sys.stderr) and (place := where()):
         text = (sep or " ").join(map(str, values))
@@ -721,7 +806,8 @@ def scheduler_step(original):
         finally:
             inside["scheduler"] -= 1
         if outermost:
-            log("scheduler", number=number(self, "scheduler"), scaled=since["scale"], where=where())
+            event = {"number": number(self, "scheduler"), "metric": bool(args or kwargs)}
+            log("scheduler", scaled=since["scale"], where=where(), **event)
         return result
 
     return step
@@ -757,6 +843,9 @@ def install():
     patch(data._BaseDataLoaderIter, "_next_index", after=index_drawn)
     data._BaseDataLoaderIter.__next__ = next_batch(data._BaseDataLoaderIter.__next__)
     patch(data.DataLoader, "__iter__", before_pass, pass_begun)
+    for kind in vars(torch.utils.data._utils.fetch).values():
+        if isinstance(kind, type) and "fetch" in vars(kind):
+            kind.fetch = fetched(kind.fetch)
     patch(torch, "randperm", after=order_drawn)
 
     c10d = dist.distributed_c10d
