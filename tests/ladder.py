@@ -154,6 +154,7 @@ def _child(source: str, path: Path, argv: list[str], env: dict, folder: Path, be
             os.replace(half, folder / f"weights.{rank}")
 
     def run_and_keep(rank: int, main: Callable, *args: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not its parent's handler: as if spawned
         main(rank, *args)
         keep_weights(rank)
 
