@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+import common
 from ladder import ROOT, fork, tell_timeouts, timeouts
 
 
@@ -95,9 +96,15 @@ def test_activation_checkpointing():
 @pytest.mark.parametrize("grid", [(1, 2, 2), (2, 1, 2)])
 def test_device_mesh(grid):
     """Replicate x shard x tensor on four ranks: 02's losses, and as many weights as promised."""
-    plain = topic("../02_torchrun", 2, "--epochs=1")
+
+    def before():
+        tell_timeouts()
+        common.seconds_since = lambda *_: 1.0  # then samples/s are the samples that were counted
+
+    plain = topic("../02_torchrun", 2, "--epochs=1", before=before)
     options = ["--epochs=1", "--checkpoint=", f"--shard={grid[1]}", f"--tensor={grid[2]}"]
-    done = topic("device_mesh", 4, *options, "--timeout=77", before=tell_timeouts)
+    done = topic("device_mesh", 4, *options, "--timeout=77", before=before)
+    assert done.epochs[0]["samples_per_second"] == plain.epochs[0]["samples_per_second"] > 99
     assert len(timeouts(done.out)) >= 4 and set(timeouts(done.out)) == {"77"}
     assert done.epochs[0]["train_loss"] == pytest.approx(plain.epochs[0]["train_loss"], abs=5e-5)
     assert done.epochs[0]["test_accuracy"] == plain.epochs[0]["test_accuracy"]
