@@ -225,6 +225,22 @@ def test_an_answer_is_read_as_it_was_meant(in_forks, tmp_path):
     assert failures(lab.told({})).count("not answered yet") == len(right)
 
 
+def test_9_overlap_needs_a_picture_with_something_to_overlap(in_forks, tmp_path):
+    """One rank, or one bucket, has nothing to hide: what is right of it is not the lab's answer."""
+    lab = load("9_overlap")
+    files, answers = lab.SOLUTION(LEARNER)
+    capitals = {name: f"{answers[name]} ".title() for name in lab.WORDS}
+    assert not failures(checked(lab, tmp_path, files, answers | capitals))
+    result = lab.numbers(tmp_path / "timeline.html")
+    alone = result | {"lanes": result["lanes"][:1]}
+    lanes = [lane | {"calls": lane["calls"][: result["steps"]]} for lane in result["lanes"]]
+    for few in (alone, result | {"lanes": lanes}):
+        text = f'<script id="numbers">{json.dumps(few)}</script>'
+        right = lab.right(few)[0] | {"last_bucket": answers["last_bucket"]}
+        said = failures(checked(lab, tmp_path, {"timeline.html": text}, right))
+        assert "too few to see it" in said, said
+
+
 def test_slurm_that_is_not_there_is_not_passed(in_forks, tmp_path, monkeypatch):
     lab, nobody = load("2_launch_six_ways"), starters.Run(127, "", "not found", False)
     run = lab.run

@@ -13,19 +13,33 @@ TITLE, MINUTES, LIMIT = "Overlap (best in a GPU room)", 45, 60
 FAILS = "timeline.html"
 QUESTIONS = {
     "buckets": "how many all-reduces are there in a step of your picture?",
-    "exposed": "which part of the step is exposed, as in 0.25?",
+    "exposed": "which part of a step is exposed, over all ranks, as in 0.25? See below the picture",
     "last_bucket": 'can the last all-reduce hide behind the backward pass? "yes" or "no"',
     "mostly": 'what is most of the red of rank 0: "travel", or "wait" for a slower rank?',
 }
 SEALS = {"last_bucket": "f8154bd9792f98da"}
+DRAW = "python labs/timeline.py 02_torchrun.py --output labs/mine/9_overlap/timeline.html -- "
+DRAW += "--model wide"
+LOOK = {
+    "buckets": "count those of one rank, in one step",
+    "exposed": "the sentence below the picture has it, as a percentage: 25 % is 0.25",
+    "mostly": "compare 'exposed' and 'waits for' of rank 0 in the table",
+    "last_bucket": "which gradients are in it, and what is left to compute then?",
+}
+WORDS = {"mostly": ("travel", "wait"), "last_bucket": ("yes", "no")}
 HINTS = [
     "The picture has a line a rank. When does the first bucket leave, when the last, and what does "
     "the rank compute at that time?",
-    "python labs/timeline.py 02_torchrun.py --output labs/mine/9_overlap/timeline.html -- "
-    "--model wide. Point at a bar to read it; the table below has milliseconds a step.",
+    f"{DRAW}. Point at a bar to read it; the table below has milliseconds a step.",
     "The last bucket holds the first layers' gradients. Which computation is left by then?",
     "The table's column 'waits for' is the part of the red in which another rank had not come.",
 ]
+
+
+def unsealed(name):
+    """Return the one word that is right."""
+    [word] = [word for word in WORDS[name] if sealed(f"{name} {word}") == SEALS[name]]
+    return word
 
 
 def files(learner):
@@ -49,22 +63,27 @@ def right(result):
 
 def check(work, learner, answers):
     try:
-        wanted, tie = right(numbers(work / "timeline.html"))
+        page = numbers(work / "timeline.html")
+        (wanted, tie), ranks = right(page), len(page["lanes"])
     except (OSError, ValueError, TypeError, KeyError, IndexError, ZeroDivisionError):
-        text = "no picture: draw your run with labs/timeline.py --output timeline.html, here"
-        return [Result("timeline.html", False, text)]
-    results = []
-    for name, value in wanted.items():
-        said = answers.get(name)
-        if isinstance(value, str):
-            good = said in ("wait", "travel") and (said == value or tie)
+        return [Result("timeline.html", False, f"no picture: {DRAW}")]
+    if ranks < 2 or wanted["buckets"] < 2:
+        text = f"{ranks} rank(s) with {wanted['buckets']} all-reduce(s) a step: too few to see it"
+        return [Result("timeline.html", False, f"{text}. {DRAW}")]
+    results, wanted["last_bucket"] = [], unsealed("last_bucket")
+    for name in QUESTIONS:
+        said, value, words = answers.get(name), wanted[name], WORDS.get(name, ())
+        said = said.strip().lower() if isinstance(said, str) else said
+        if said is None or (words and said not in words):
+            choice = " or ".join(f'"{word}"' for word in words) or "it"
+            text = f"not answered yet: write {choice} into answers.toml"
+            results.append(Result(name, False, text))
+            continue
+        if words:
+            good = said == value or (name == "mostly" and tie)
         else:
             good = isinstance(said, int | float) and abs(said - value) < 0.011
-        results.append(Result(name, good, f"{said}" if good else f"{said!r} is not what it shows"))
-    said = answers.get("last_bucket")
-    good = sealed(f"last_bucket {said}") == SEALS["last_bucket"]
-    text = f"{said}" if good else "which gradients are in it, and what is left to compute then?"
-    results.append(Result("last_bucket", good, text))
+        results.append(Result(name, good, f"{said}" if good else f"{said} is not it: {LOOK[name]}"))
     if gpu_count() < 2:
         results.append(
             Result("GPUs", None, "not tried here: the picture is of processes on the CPU")
@@ -72,24 +91,28 @@ def check(work, learner, answers):
     return results
 
 
+WIDE = ["--model=wide", "--epochs=1", "--batch-size=16"]
+
+
 @cache
 def drawn():
     with TemporaryDirectory(prefix="lab-") as folder:
         page = Path(folder) / "timeline.html"
         command = [sys.executable, ROOT / "labs" / "timeline.py", ROOT / "02_torchrun.py"]
-        run([*command, "--steps=2", f"--output={page}", "--", "--epochs=1"], Path(folder), 120)
+        run([*command, "--steps=2", f"--output={page}", "--", *WIDE], Path(folder), 120)
         return page.read_text(), right(numbers(page))[0]
 
 
 def SOLUTION(learner):
     page, answers = drawn()
-    no = [w for w in ("yes", "no") if sealed(f"last_bucket {w}") == SEALS["last_bucket"]]
-    return {"timeline.html": page}, answers | {"last_bucket": no[0]}
+    return {"timeline.html": page}, answers | {"last_bucket": unsealed("last_bucket")}
 
 
 WRONG = [
     ("no picture", {"timeline.html": "<svg></svg>"}, {}, "no picture"),
+    ("no answer", {}, {"exposed": None}, "exposed: not answered yet"),
     ("the last one hides", {}, {"last_bucket": "yes"}, "last_bucket"),
     ("all is exposed", {}, {"exposed": 1.0}, "exposed"),
     ("a bucket a layer", {}, {"buckets": 10}, "buckets"),
+    ("those of both ranks", {}, {"buckets": 4}, "buckets: 4 is not it: count those of one rank"),
 ]
