@@ -423,6 +423,7 @@ def fork_watched(script, words, env, out, err) -> int:
         for number, path in ((0, os.devnull), (1, out), (2, err)):
             os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
         sys.stdout, sys.stderr = (open(n, "w", closefd=False) for n in (1, 2))  # noqa: SIM115
+        faulthandler.disable()  # pytest's would write to pytest's stderr
         os.setsid()
         atexit._clear()
         os.environ.clear()
