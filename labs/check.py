@@ -341,14 +341,13 @@ def more_runs(trace, args, started, limit, starter):
             killed = again(args.nproc, stop=min([saved["steps"] + 2, total, *later]))
             second = again(args.nproc)
             trace.resumed = {"whole": trace, "killed": killed, "again": second, "saved": saved}
-            late = killed.timed_out or second.timed_out
-            if not late:
+            if not (killed.timed_out or second.timed_out):
                 trace.goes_on = judge.goes_on(trace, second)
             if trace.goes_on is False:
                 trace.resumed = "the second run did not start from what the first one had saved"
-            for late in (killed, second):
-                new = {k: k in stash.existed for k in stash.written(late)}
-                stash.clear(new, stash.folders(late) - stash.made)
+            for other in (killed, second):
+                new = {path: path in stash.existed for path in stash.written(other)}
+                stash.clear(new, stash.folders(other) - stash.made)
 
 
 def check(args, starter=start, more=True):
@@ -382,19 +381,17 @@ def main():
     if args.json:
         result = {"version": 1, "script": args.script, "nproc": args.nproc}
         result |= {"exit_codes": [trace.codes.get(rank) for rank in range(len(trace.errors))]}
-        result |= {
-            "timed_out": trace.timed_out,
-            "seconds": round(time.monotonic() - begun, 1),
-            "checks": results,
-        }
+        result |= {"timed_out": trace.timed_out, "seconds": round(time.monotonic() - begun, 1)}
+        result |= {"checks": results}
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
     if trace.timed_out:
         text = f"the run did not end in --timeout {args.timeout:g} s, so the end of it was not seen"
         print(f"check.py: {text}: take fewer epochs or data, or a longer time", file=sys.stderr)
     elif any(trace.codes.values()) and not broken:
         print(f"check.py: the script failed: {judge.last_line(trace)}", file=sys.stderr)
-    ended = not trace.timed_out and not any(trace.codes.values())
-    return 1 if broken else 0 if ended else 2
+    if broken:
+        return 1
+    return 2 if trace.timed_out or any(trace.codes.values()) else 0
 
 
 if __name__ == "__main__":

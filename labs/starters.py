@@ -40,6 +40,11 @@ class Result:
     text: str  # only what the learner can act on
 
 
+def unanswered(name: str, what: str = "it") -> Result:
+    """Return the Result of a question whose answer is still missing."""
+    return Result(name, False, f"not answered yet: write {what} into answers.toml")
+
+
 @dataclass(frozen=True)
 class Learner:
     name: str

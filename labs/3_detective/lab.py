@@ -8,7 +8,7 @@ import difflib
 import re
 
 from labs.bugs import bugs
-from labs.starters import Result, patched, sealed
+from labs.starters import Result, patched, sealed, unanswered
 
 TITLE, MINUTES, LIMIT = "Detective work", 60, 60
 FAILS = "not answered yet"
@@ -128,7 +128,7 @@ def lines(learner):
 def check(work, learner, answers):
     missing = [name for name in QUESTIONS if name not in answers]
     if missing:
-        return [Result(name, False, f"{FAILS}: write it into answers.toml") for name in missing]
+        return [unanswered(name) for name in missing]
     skip, outlier, row = cases(learner)
     where = lines(learner)
     causes = {"case_1": CAUSES[1], "case_2": CAUSES[2], "case_3": sealed(row.check)}

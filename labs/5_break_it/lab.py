@@ -190,10 +190,9 @@ def check(work, learner, answers):
             twice.text += "" if twice.passed else ": has a spoilt file become the one before?"
         done, first, sent = train(work, other, rank=asked, number=signal.SIGTERM)
         codes = re.findall(r"exitcode +: (-?\d+)", done.err)
-        if not sent or codes.count("75") != 2 or done.timed_out:
-            text = (
-                f"SIGTERM to rank {asked}: {codes.count('75')} of 2 ranks ended with exit code 75"
-            )
+        right = codes.count("75")
+        if not sent or right != 2 or done.timed_out:
+            text = f"SIGTERM to rank {asked}: {right} of 2 ranks ended with exit code 75"
             text += ", one with -15, which is SIGTERM" if "-15" in codes else ""
             return [*results, Result("stop", False, f"{text}: all must, after the same epoch")]
         done, second, _ = train(work, other)

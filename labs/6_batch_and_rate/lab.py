@@ -7,7 +7,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from labs import starters
-from labs.starters import CPU, ROOT, Learner, Result, distance, epochs_of, patched, run, why
+from labs.starters import (
+    CPU,
+    ROOT,
+    Learner,
+    Result,
+    distance,
+    epochs_of,
+    patched,
+    run,
+    unanswered,
+    why,
+)
 
 TITLE, MINUTES, LIMIT = "Batch and learning rate", 60, 180
 FAILS = "micro-batches"
@@ -182,15 +193,12 @@ def trained(work):
 def on_paper(learner, answers):
     results = []
     for name, value in right(learner).items():
-        said = answers.get(name)
+        if (said := answers.get(name)) is None:
+            results.append(unanswered(name))
+            continue
         good = isinstance(said, int | float) and abs(said - value) < 1e-6
-        text = (
-            f"{said}"
-            if good
-            else f"{said} is not it: ranks, micro-batches and their samples all count"
-        )
-        text = "not answered yet: write it into answers.toml" if said is None else text
-        results.append(Result(name, good, text))
+        more = "" if good else " is not it: ranks, micro-batches and their samples all count"
+        results.append(Result(name, good, f"{said}{more}"))
     return results
 
 

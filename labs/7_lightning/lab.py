@@ -5,7 +5,18 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from labs.starters import CPU, ROOT, Result, epochs_of, must_end, patched, run, sealed, why
+from labs.starters import (
+    CPU,
+    ROOT,
+    Result,
+    epochs_of,
+    must_end,
+    patched,
+    run,
+    sealed,
+    unanswered,
+    why,
+)
 
 TITLE, MINUTES, LIMIT = "Lightning: what it did for you", 45, 180
 FAILS = "not the numbers of 02"
@@ -112,12 +123,12 @@ def told(answers):
     results = []
     for name, seal in SEALS.items():
         said = str(answers.get(name, "")).strip().lower()
-        good, text = sealed(f"{name} {said}") == seal, said
         if said not in ("lightning", "you"):
-            text = f"not answered yet: write {WHO} into answers.toml"
-        elif not good:
-            text = f"{said} is not it: find the line of 03 in 04, if it is there"
-        results.append(Result(name, good, text))
+            results.append(unanswered(name, WHO))
+            continue
+        good = sealed(f"{name} {said}") == seal
+        more = "" if good else " is not it: find the line of 03 in 04, if it is there"
+        results.append(Result(name, good, f"{said}{more}"))
     return results
 
 

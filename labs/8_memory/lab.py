@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from labs.starters import ROOT, Learner, Result, gpu_count, run, why
+from labs.starters import ROOT, Learner, Result, gpu_count, run, unanswered, why
 
 TITLE, MINUTES, LIMIT = "Memory (a GPU room)", 45, 300
 FAILS = "not answered yet"
@@ -67,7 +67,7 @@ def peaks():
 def told(name, said, value, share, unit):
     """Compare an answer with a value, of which it may miss this share."""
     if said is None:
-        return Result(name, False, "not answered yet: write it into answers.toml")
+        return unanswered(name)
     if not isinstance(said, int | float):
         return Result(name, False, f"{said!r} is no number: write it without {unit}, as in 1.5")
     return Result(name, abs(said - value) < share * value, f"{said} {unit}")

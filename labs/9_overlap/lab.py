@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from labs.starters import ROOT, Result, gpu_count, run, sealed
+from labs.starters import ROOT, Result, gpu_count, run, sealed, unanswered
 
 TITLE, MINUTES, LIMIT = "Overlap (best in a GPU room)", 45, 60
 FAILS = "timeline.html"
@@ -76,8 +76,7 @@ def check(work, learner, answers):
         said = said.strip().lower() if isinstance(said, str) else said
         if said is None or (words and said not in words):
             choice = " or ".join(f'"{word}"' for word in words) or "it"
-            text = f"not answered yet: write {choice} into answers.toml"
-            results.append(Result(name, False, text))
+            results.append(unanswered(name, choice))
             continue
         if words:
             good = said == value or (name == "mostly" and tie)
@@ -85,9 +84,8 @@ def check(work, learner, answers):
             good = isinstance(said, int | float) and abs(said - value) < 0.011
         results.append(Result(name, good, f"{said}" if good else f"{said} is not it: {LOOK[name]}"))
     if gpu_count() < 2:
-        results.append(
-            Result("GPUs", None, "not tried here: the picture is of processes on the CPU")
-        )
+        text = "not tried here: the picture is of processes on the CPU"
+        results.append(Result("GPUs", None, text))
     return results
 
 

@@ -113,15 +113,12 @@ def resume(trace):
             text = f"the first step of rank {index} reads other samples than it would have"
             return BROKEN, text + " (those of the first epoch)" * (drawn[0] == begun), place
     one, two = pairs[0]
-    by_loss = any(
-        e["metric"] for e in whole.ranks[0].all("scheduler")
-    )  # which random numbers change
+    # A schedule that goes by the loss is another one where random numbers are.
+    by_loss = any(e["metric"] for e in whole.ranks[0].all("scheduler"))
     for number, (step, old) in enumerate(zip(steps, first[done:], strict=True), done + 1):
         if [f"{x:.6g}" for x in step["lr"]] != [f"{x:.6g}" for x in old["lr"]] and not by_loss:
-            text = (
-                f"learning rate {step['lr'][0]:.4g} instead of {old['lr'][0]:.4g} in step {number}"
-            )
-            return BROKEN, text + ": the scheduler is forgotten", place
+            text = f"learning rate {step['lr'][0]:.4g} instead of {old['lr'][0]:.4g}"
+            return BROKEN, f"{text} in step {number}: the scheduler is forgotten", place
     if one[0].get("applied") != two[0].get("applied"):
         text = "same weights and samples, another gradient: random numbers"
         if samples_of(one[0]) != samples_of(two[0]):

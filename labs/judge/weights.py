@@ -244,11 +244,12 @@ def learning_rates_differ(trace, number):
 
 def accumulation(trace):
     steps = [s for r in trace.ranks[:1] for s in r.steps if s["before"].get("backward")]
-    groups = [  # one line, or as many batches as losses: no_sync() has a branch of its own
-        g
-        for s, g in ((s, s["before"]["backward"]) for s in steps)
-        if len({e["where"] for e in g}) == 1 or len(s["before"].get("batch", ())) == len(g)
-    ]
+    groups = []
+    for step in steps:
+        losses, batches = step["before"]["backward"], step["before"].get("batch", ())
+        # One line, or as many batches as losses: no_sync() has a branch of its own.
+        if len({e["where"] for e in losses}) == 1 or len(batches) == len(losses):
+            groups.append(losses)
     if skipped(trace):
         return NOT_SEEN, "a rank leaves out steps: see replicas", None
     if not groups:

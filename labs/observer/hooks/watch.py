@@ -252,9 +252,9 @@ def only_fills(optimizer):
 def before_step(optimizer, args, kwargs):
     if only_fills(optimizer):
         return
-    if (
-        STOP or number(optimizer, "optimizer") not in shards
-    ):  # to be compared with that of a resumed run; the inner one's
+    # A resumed run's first step is compared with one of the stopped run. Of ZeRO it is the inner
+    # optimizer, called last, whose state is kept.
+    if STOP or number(optimizer, "optimizer") not in shards:
         places["state"] = crc(state_of(optimizer))
     if inside["step"] not in (0, id(optimizer)):  # of ZeRO, say: the outer one counts
         return
