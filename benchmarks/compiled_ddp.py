@@ -5,6 +5,7 @@
 
 alone          the compiled step of one device: nothing is averaged
 once           one all-reduce after the backward pass, by average() of topics/fast.py
+registered     the same from memory that NCCL has registered (a "user buffer"): no copy of its own
 inside         DDP(compile(model)): the graph is cut at the borders of DDP's buckets
 outside        compile(DDP(model)): cut there as well
 inside_whole   the same two with torch._dynamo.config.optimize_ddp = False: the graph is not cut,
@@ -23,6 +24,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -40,8 +42,8 @@ import tour  # noqa: E402
 import common  # noqa: E402
 from topics.fast import average  # noqa: E402
 
-WAYS = ["alone", "once", "inside", "outside", "inside_whole", "outside_whole", "inside_view"]
-WAYS += ["plain"]
+WAYS = ["alone", "once", "registered", "inside", "outside", "inside_whole", "outside_whole"]
+WAYS += ["inside_view", "plain"]
 
 
 def wrapped(model: torch.nn.Module, way: str) -> torch.nn.Module:
@@ -56,6 +58,21 @@ def wrapped(model: torch.nn.Module, way: str) -> torch.nn.Module:
     return compiled
 
 
+def registered(device: torch.device) -> Callable[[torch.nn.Module], None]:
+    """Return average(), but what it sends lies in a pool of memory that NCCL has registered."""
+    backend = dist.group.WORLD._get_backend(device)  # there is no public name
+    pool, known = torch.cuda.MemPool(backend.mem_allocator), []
+
+    def call(model: torch.nn.Module) -> None:
+        with torch.cuda.use_mem_pool(pool):
+            average(model)
+        if not known:  # from the first call on NCCL knows the ranks, and the pool has its memory
+            backend.register_mem_pool(pool)
+            known.append(pool)
+
+    return call
+
+
 def rank_main(args: argparse.Namespace) -> None:
     """One rank of one way: time windows of steps; rank 0 writes those of the slowest rank."""
     device = common.take_device(int(os.environ["LOCAL_RANK"]))
@@ -66,7 +83,8 @@ def rank_main(args: argparse.Namespace) -> None:
     torch.manual_seed(0)  # all ranks have the same weights
     batch = data_loading.resident_batch(args, device, floats=True)
     more = {"wrap": lambda model: wrapped(model, way)}
-    more |= {"after_backward": average} if way == "once" else {}
+    if way in ("once", "registered"):
+        more["after_backward"] = average if way == "once" else registered(device)
     step = data_loading.make_step(args, device, fast=True, compiled=False, floats=True, **more)
     seconds = []
     for window in range(args.windows + 1):
@@ -110,7 +128,7 @@ def main() -> None:
     failed = False
     for devices in args.devices:
         for way in args.ways * args.rounds:
-            if way == "alone" and devices > 1:
+            if way == "alone" and devices > 1 or way == "registered" and not common.gpu_count():
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -20,13 +20,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch.utils.data import RandomSampler, TensorDataset
+from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
@@ -37,6 +40,21 @@ import tour  # noqa: E402
 import common  # noqa: E402
 from data import datasets  # noqa: E402
 from topics import feeding  # noqa: E402
+
+
+class Jpegs(torch.utils.data.Dataset):
+    """The images as JPEG files, which are read and decoded each time that they are asked for."""
+
+    def __init__(self, folder: str, images: torch.Tensor, labels: torch.Tensor) -> None:
+        self.labels, self.files = labels, [f"{folder}/{i}.jpg" for i in range(len(labels))]
+        for image, file in zip(images, self.files, strict=True):
+            to_pil_image(image).save(file)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return pil_to_tensor(Image.open(self.files[index])), self.labels[index]
 
 
 def rung_speed(args: argparse.Namespace) -> list[float]:
@@ -140,6 +158,7 @@ def ways(workers: list[int], on_gpu: bool) -> list[dict]:
     found += [(feed, workers[-1], "no", "memory") for feed in ("samples", "batches") if on_gpu]
     found += [(feed, workers[-1], "yes", "file") for feed in ("samples", "batches")]
     found += [("prefetched", 0, "yes", "file")]
+    found += [("samples", n, "yes", "JPEG files") for n in workers[1:]]
     return [dict(zip(names, way, strict=True)) for way in found]
 
 
@@ -150,9 +169,13 @@ def feeds(args: argparse.Namespace, folder: str) -> None:
     bare = make_step(args, device, fast, False, floats=True)
     step = make_step(args, device, fast, False, floats=False)
     data = common.load_datasets(args)[0]
+    jpegs = Jpegs(folder, *data.tensors)
+    with ThreadPoolExecutor() as pool:  # what is decoded of them is the data of all ways
+        images = list(pool.map(lambda index: jpegs[index][0], range(len(data))))
+    data = TensorDataset(torch.stack(images), jpegs.labels)
     np.save(f"{folder}/images.npy", data.tensors[0].numpy())
     mapped = torch.from_numpy(np.load(f"{folder}/images.npy", mmap_mode="c"))
-    stores = {"memory": data, "file": TensorDataset(mapped, data.tensors[1])}
+    stores = {"memory": data, "file": TensorDataset(mapped, data.tensors[1]), "JPEG files": jpegs}
     sampler, batch = RandomSampler(data, generator=order), args.batch_size
     work = [({"feed": "bare"}, bare, [resident_batch(args, device, True)] * (len(data) // batch))]
     for way in ways(args.workers, fast):

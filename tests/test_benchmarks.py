@@ -518,13 +518,14 @@ def test_what_feeds_measures(monkeypatch, tmp_path):
     import data_loading
 
     names = [tuple(way.values()) for way in data_loading.ways([0, 2], True)]
-    assert len(set(names)) == len(names) == 11 and ("batches", 2, "no", "memory") in names
+    assert len(set(names)) == len(names) == 12 and ("batches", 2, "no", "memory") in names
     one = [{"feed": "samples", "num_workers": 0, "pinned": "yes", "store": "memory"}]
     one += [{"feed": "prefetched", "num_workers": 0, "pinned": "yes", "store": "file"}]
+    one += [{"feed": "samples", "num_workers": 0, "pinned": "yes", "store": "JPEG files"}]
     monkeypatch.setattr(data_loading, "ways", lambda workers, on_gpu: one)
     tiny = ["--feeds", "--images=40", "--batch-size=16", "--image-size=8", "--windows=2"]
     monkeypatch.setattr(sys, "argv", ["data_loading.py", *tiny, f"--csv={tmp_path}/new.csv"])
-    real, speeds = data_loading.speed, iter([0, 0, 7, 0, 8, 100, 50, 25, 300, 60, 5])
+    real, speeds = data_loading.speed, iter([0, 0, 7, 0, 8, 0, 9, 100, 50, 25, 10, 300, 60, 5, 30])
 
     def speed(step, batches, device):
         real(step, batches, device)
@@ -538,6 +539,7 @@ def test_what_feeds_measures(monkeypatch, tmp_path):
         ("bare", "", "", "1.0"),
         ("samples", "memory", "7", "0.275"),  # 55 / 200
         ("prefetched", "file", "8", "0.075"),
+        ("samples", "JPEG files", "9", "0.1"),
     ]
     assert all(row["seal"] == machine.seal(row) for row in found)
     indices = data_loading.feeding.Resident.indices
