@@ -35,7 +35,8 @@ RESUME_KEYS = ("model", "dataset", "image_size", "batch_size", "seed")
 FREE = ("data_dir", "num_workers", "timeout", "checkpoint", "log_json", "local_rank", "nproc")
 FREE += ("start_epoch",)  # of Lightning's rung, which is compared by another name
 # Lightning's strategies that make all ranks' processes from this one, and its precisions.
-MULTIPROCESSING_STRATEGIES = ("ddp_spawn", "ddp_fork", "ddp_notebook")
+FORKING_STRATEGIES = ("ddp_fork", "ddp_notebook")
+MULTIPROCESSING_STRATEGIES = ("ddp_spawn", *FORKING_STRATEGIES)
 PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
 
 if sys.platform == "win32":  # torch for Windows has no libuv, and its rendezvous would ask for it
@@ -499,6 +500,10 @@ def lightning_trainer(args: Namespace) -> dict:
 
     import common
 
+    if args.strategy in FORKING_STRATEGIES:
+        # OpenMP's threads are not forked: a rank that counts on its parent's hangs or crashes.
+        torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"  # else Lightning gives each rank several threads
     kind = StrategyRegistry[args.strategy]
     options = {"strategy": kind["strategy"](timeout=args.timeout, **kind["init_params"])}
     if SLURMEnvironment.detect() and "TORCHELASTIC_RUN_ID" not in os.environ:

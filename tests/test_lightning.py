@@ -60,6 +60,16 @@ def test_the_losses_of_00(world_size, reference):
     assert_epochs(done.epochs, reference)
 
 
+def test_a_notebook_that_has_used_threads():
+    """OpenMP's threads are not forked: the ranks would wait for them."""
+    cell = "import runpy, sys, torch; torch.ones(10**6).add_(1); sys.argv = sys.argv[1:]; "
+    cell += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    words = [RUNG, "--strategy=ddp_notebook", "--devices=2", "--dataset=fake:128", "--epochs=1"]
+    env = {"OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
+    done = launch(sys.executable, "-c", cell, *words, env=env)
+    assert done.returncode == 0 and "epoch 1/1" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_notebook"])
 def test_strategies_that_fork(strategy, reference, tmp_path):
     """One epoch, resumed for a second."""

@@ -28,10 +28,13 @@ def reference():
     "strategy, copies", [("ddp_fork", 1), *of_the_day([("ddp_spawn", 1), ("ddp", 2)], 1)]
 )
 def test_copies(strategy, copies, reference, tmp_path):
-    """Real launches: ranks that the tests fork would begin with the tests' memory."""
+    """Real launches: ranks that the tests fork would begin with the tests' memory.
+
+    With two threads in the process that loads: those of OpenMP do not survive a fork.
+    """
     log = f"--log-json={tmp_path}/log"
     words = ["-m", "topics.lightning_dataset", "--devices=2", f"--strategy={strategy}"]
-    done = launch(sys.executable, *words, *DATA, log)
+    done = launch(sys.executable, *words, *DATA, log, env={"OMP_NUM_THREADS": "2"})
     assert done.returncode == 0, done.stderr
     text = rf"^{strategy}: 2 ranks and their parent hold (\S+) copies of the data \(12.6 MB\)$"
     [found] = re.findall(text, done.stdout, re.M)
