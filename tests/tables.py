@@ -196,25 +196,30 @@ def feeding():
 
 
 def compiled():
-    """Return the speed of each way to have torch.compile and DDP, and its share of the bare one."""
-    parts = []
-    work_of = ("device", "model", "image_size", "per_rank_batch", "gpus")
-    for work, rows in last_runs("compiled_ddp.csv", *work_of):
-        speeds, lines = spread(rows, ["way", "devices"]), []
-        alone = speeds.get(("alone", 1), (None, None))[1]
-        counts = sorted({*rows.devices})
-        for way in dict.fromkeys(rows.way):
-            cells = [f"`{way}`"]
-            for n in counts:
-                found = speeds.get((way, n), (None, None))[1]
-                cells.append(number(*found) if found else "")
-                if found and alone:
-                    cells[-1] += f" ({found[0] / alone[0] / n:.3f})"
-            lines.append(cells)
-        heads = ["samples/s (of the bare step)", *(f"{n} ×" for n in counts)]
-        title = "{1}, {2} × {2} pixels, {3} images a rank. {5}.".format(*work)
+    """Return the speed of each way to have torch.compile and DDP, and its share of `once`.
+
+    A share is of one run; of several runs the last one counts that has measured the way.
+    """
+    if not (RESULTS / "compiled_ddp.csv").is_file():
+        return "Not measured yet.\n"
+    work_of, parts = ["device", "model", "image_size", "per_rank_batch", "gpu"], []
+    for work, group in read("compiled_ddp.csv").groupby(work_of, sort=False, dropna=False):
+        found = {}
+        for (_, n), run in group.groupby(["commit", "devices"], sort=False):
+            speeds = {way: speed for (way,), (_, speed) in spread(run, ["way"]).items()}
+            once = speeds.get("once")
+            for way, speed in speeds.items():
+                share = f" ({speed[0] / once[0]:.3f})" if once else ""
+                found[way, n] = number(*speed) + share
+        counts = sorted({n for _, n in found})
+        ways = dict.fromkeys(way for way, _ in found)
+        lines = [[f"`{way}`", *(found.get((way, n), "") for n in counts)] for way in ways]
+        heads = ["samples/s (of `once`)", *(f"{n} ×" for n in counts)]
+        title = "{1}, {2} × {2} pixels, {3} images a rank. ".format(*work)
+        place = group.place.str.replace(r"^[\d-]+, (\d+ × )?", "", regex=True).iloc[-1]
+        title += f"{' and '.join(sorted({*group.date}))}, {place}."
         parts.append(f"{title}\n\n{table(heads, lines)}")
-    return "\n".join(parts) or "Not measured yet.\n"
+    return "\n".join(parts)
 
 
 def loading():
@@ -277,14 +282,20 @@ def dask():
 
 
 def nequip():
-    """Return the errors of each way, as measured last, and of which measurement they are."""
-    lines, runs, places = [], {}, {}
+    """Return the errors of each way as measured last, a table for the CPU and one for GPUs."""
+    parts, records = {}, json.loads((RESULTS / "nequip.json").read_text())
     names = ("nequip", "e3nn", "ase", "lightning")
-    for record in json.loads((RESULTS / "nequip.json").read_text()):
+    for record in records:
         versions = ", ".join(f"{name} {record['machine'][name]}" for name in names)
+        runs, places = parts.setdefault(record["machine"]["gpu"], ({}, {}))
         runs |= record["runs"]
         places |= dict.fromkeys(record["runs"], f"{where(record['machine'])}, {versions}")
-    errors = {name: pd.DataFrame(run["epochs"]) for name, run in runs.items()}
+    return "\n".join(errors_of(*part) for part in parts.values())
+
+
+def errors_of(runs, places):
+    """Return NequIP's table of some runs, and how far those that should be equal are apart."""
+    errors, lines = {name: pd.DataFrame(run["epochs"]) for name, run in runs.items()}, []
     for name, run in errors.items():
         last = (f"{run[kind].iloc[-1]:.7f}" for kind in ("forces_mae", "total_energy_mae"))
         lines.append([name, runs[name]["steps"], *last])

@@ -884,11 +884,13 @@ def test_the_tables_of_feeding(monkeypatch, tmp_path):
     ]
     own = [{"way": "alone", "devices": 1, "samples_per_second": 100, "min": 100, "max": 100}]
     own += [own[0] | {"way": "once", "devices": n, "samples_per_second": n * 99} for n in (1, 2)]
-    old = own[0] | {"way": "once", "samples_per_second": 97, "commit": "old"}
-    made_up(monkeypatch, tmp_path, "compiled_ddp.csv", *[run | row for row in (old, *own)])
+    old = own[0] | {"commit": "old"} | dict.fromkeys(("samples_per_second", "min", "max"), 97)
+    old = [old | {"way": "once"}, old | {"way": "inside", "samples_per_second": 88}]
+    made_up(monkeypatch, tmp_path, "compiled_ddp.csv", *[run | row for row in (*old, *own)])
     assert cells(tables.compiled()) == [
-        ["`alone`", "100 (1.000)", ""],
-        ["`once`", "99 (0.990)", "198 (0.990)"],
+        ["`once`", "99 (1.000)", "198 (1.000)"],
+        ["`inside`", "88 (0.907)", ""],
+        ["`alone`", "100 (1.010)", ""],
     ]
 
 
@@ -948,12 +950,14 @@ def test_the_table_of_nequip(monkeypatch, tmp_path):
     runs = {"1 rank": run((2, 4), (0.5, 8)), "2 ranks": run((2, 4.004), (0.5, 8.000008))}
     later = {"2 ranks, Lightning's own DDP": run((2, 4.04), (0.5, 8))}
     records = [{"machine": WORK | versions, "runs": some} for some in (runs, later)]
+    records += [{"machine": WORK | versions | {"gpu": "GPU"}, "runs": {"1 rank": run((2, 9))}}]
     (tmp_path / "nequip.json").write_text(json.dumps(records))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     text = tables.nequip()
     assert cells(text)[0] == ["1 rank", "3", "0.5000000", "8.0000000"]
     assert "2 ranks, over all epochs: 1e-03." in text and "DDP, over all epochs: 1e-02." in text
-    assert [line[0] for line in cells(text)] == [*runs, *later]
+    assert [line[0] for line in cells(text)] == [*runs, *later, "run", "---", "1 rank"]
+    assert cells(text)[-1] == ["1 rank", "3", "2.0000000", "9.0000000"]  # of its own machine
 
 
 def test_speedup_and_efficiency_of_the_figure(monkeypatch, tmp_path):

@@ -9,7 +9,7 @@ Standalone (no diff to show): it is a subclass of lightning_dataset's data modul
 Shared, forked ranks:   python -m topics.lightning_graph --strategy ddp_fork
 Shared, spawned ranks:  python -m topics.lightning_graph --strategy ddp_spawn
 A copy in each rank:    python -m topics.lightning_graph --strategy ddp
-All GPUs, or 2 on CPU:  the same three commands
+All GPUs, or 2 on CPU:  the same three commands; on GPUs ddp_fork has crashed, see results/
 More to share:          the same with --graphs 20000
 """
 
