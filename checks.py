@@ -228,6 +228,8 @@ def _check_lightning(args: Namespace) -> None:
     name = args.strategy
     for_gpus = {"fsdp": "topics.fsdp", "deepspeed": "topics.deepspeed_zero"}
     for_gpus |= {"deepspeed_stage_2": "topics.deepspeed_zero"}
+    if name in FORKING_STRATEGIES and not hasattr(os, "fork"):
+        fail(f"--strategy {name} needs os.fork, which Windows has not: use ddp_spawn")
     if name in MULTIPROCESSING_STRATEGIES and started:
         fail(f"--strategy {name} makes its own processes: start it with python, or use ddp")
     if name in for_gpus and not common.gpu_count():
@@ -501,9 +503,10 @@ def lightning_trainer(args: Namespace) -> dict:
     import common
 
     if args.strategy in FORKING_STRATEGIES:
-        # OpenMP's threads are not forked: a rank that counts on its parent's hangs or crashes.
-        torch.set_num_threads(1)
-        os.environ["OMP_NUM_THREADS"] = "1"  # else Lightning gives each rank several threads
+        # Threads are not forked: a rank that counts on its parent's, of OpenMP or of torch's own
+        # pool, hangs or crashes. So each sets its number anew, before any other thread does.
+        os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
+        os.environ["OMP_NUM_THREADS"] = "1"  # else Lightning gives each rank several
     kind = StrategyRegistry[args.strategy]
     options = {"strategy": kind["strategy"](timeout=args.timeout, **kind["init_params"])}
     if SLURMEnvironment.detect() and "TORCHELASTIC_RUN_ID" not in os.environ:

@@ -138,6 +138,16 @@ def test_strategies_that_cannot_work():
         assert done.err.count("\n") == 1 and not done.out, done.err
 
 
+def test_a_system_that_cannot_fork():
+    def windows():
+        by_hand()
+        del os.fork
+
+    done = fork(RUNG, 1, "--strategy=ddp_fork", before=windows)
+    assert done.codes == [2] and "needs os.fork, which Windows has not: use ddp_spawn" in done.err
+    assert done.err.count("\n") == 1 and not done.out, done.err
+
+
 @pytest.mark.parametrize(
     "options, line",
     [

@@ -39,6 +39,7 @@ def test_copies(strategy, copies, reference, tmp_path):
     text = rf"^{strategy}: 2 ranks and their parent hold (\S+) copies of the data \(12.6 MB\)$"
     [found] = re.findall(text, done.stdout, re.M)
     assert float(found) == pytest.approx(copies, abs=0.1)
+    assert f"\nmeasured {found} copies of the data on 2 ranks, expected " in done.stdout
     [epoch] = [json.loads(line) for line in (tmp_path / "log").open()]
     for name in ("train_loss", "test_accuracy", "test_samples"):
         assert epoch[name] == pytest.approx(reference[name], abs=1e-6)

@@ -3,6 +3,7 @@
 import re
 import socket
 import sys
+import urllib.request
 
 import pytest
 import torch
@@ -139,18 +140,46 @@ def test_sampler_weighted():
 
 def test_the_debug_pages_show_where_each_rank_waits():
     pytest.importorskip("tabulate")
+
+    def count():
+        ask = urllib.request.urlopen
+
+        def told(*words, **more):
+            page = ask(*words, **more)
+            print("answered\n", end="", flush=True)
+            return page
+
+        urllib.request.urlopen = told
+
     reference = fork("02_torchrun.py", 2, "--epochs=1")
-    done = topic("debug_server", 2, "--epochs=1")
-    assert done.epochs[0]["train_loss"] == reference.epochs[0]["train_loss"]
+    done = topic("debug_server", 2, "--epochs=1", before=count)
+    for name in ("train_loss", "test_accuracy", "test_samples"):
+        assert done.epochs[0][name] == reference.epochs[0][name]
+    assert done.out.count("answered") > 1  # one may be from before the hang
     shown = re.findall(r"^rank (\d) \| line (\d+): (.*) \| in (.*)$", done.out, re.M)
     assert [rank for rank, *_ in shown] == ["0", "1"]
     assert shown[0][2] == "loss.backward()" and shown[1][2:] == ("time.sleep(args.sleep)", "main")
     source = (ROOT / "topics/debug_server.py").read_text().splitlines()
     assert all(source[int(line) - 1].strip() == text for _, line, text, _ in shown)
-    assert concluded(done)[0].startswith("the stacks of 2 ranks by one request")
+    lines = [int(line) for _, line, *_ in shown]
+    assert concluded(done)[0] == f"the stacks of 2 ranks by one request, in lines {lines}"
     port = re.search(r"server started on port (\d+)", done.err)[1]
     with pytest.raises(ConnectionRefusedError):  # it goes with the ranks
         socket.create_connection(("localhost", int(port)), timeout=10)
+
+
+def test_the_debug_pages_that_do_not_answer():
+    """It claims no stacks that it has not seen."""
+    pytest.importorskip("tabulate")
+
+    def no_answer():
+        def refused(*_, **more):
+            raise ConnectionRefusedError
+
+        urllib.request.urlopen = refused
+
+    done = topic("debug_server", 1, "--epochs=1", "--sleep=0", "--timeout=3", before=no_answer)
+    assert concluded(done)[0] == "the stacks of 0 ranks by one request, in lines []"
 
 
 def test_the_debug_pages_say_what_they_need(monkeypatch):
