@@ -198,7 +198,7 @@ def feeding():
 def compiled():
     """Return the speed of each way to have torch.compile and DDP, and its share of `once`.
 
-    A share is of one run; of several runs the last one counts that has measured the way.
+    A share is of one commit; of several the last one counts that has measured the way.
     """
     if not (RESULTS / "compiled_ddp.csv").is_file():
         return "Not measured yet.\n"
