@@ -503,8 +503,7 @@ def lightning_trainer(args: Namespace) -> dict:
     import common
 
     if args.strategy in FORKING_STRATEGIES:
-        # Threads are not forked: a rank that counts on its parent's, of OpenMP or of torch's own
-        # pool, hangs or crashes. So each sets its number anew, before any other thread does.
+        # OpenMP's threads are not forked: a rank that counts on its parent's hangs or crashes.
         os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
         os.environ["OMP_NUM_THREADS"] = "1"  # else Lightning gives each rank several
     kind = StrategyRegistry[args.strategy]
