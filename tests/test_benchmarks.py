@@ -370,6 +370,7 @@ def test_teardown(tmp_path):
     assert before["failed_otherwise"] == after["failed_otherwise"] == "0"
 
 
+@pytest.mark.cold  # what it times is the start of Python
 def test_restarts(tmp_path):
     done = benchmark("restarts.py", "--runs", 1, "--csv", tmp_path / "restarts.csv")
     assert done.returncode == 0, done.stdout
