@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -170,9 +169,8 @@ def feeds(args: argparse.Namespace, folder: str) -> None:
     step = make_step(args, device, fast, False, floats=False)
     data = common.load_datasets(args)[0]
     jpegs = Jpegs(folder, *data.tensors)
-    with ThreadPoolExecutor() as pool:  # what is decoded of them is the data of all ways
-        images = list(pool.map(lambda index: jpegs[index][0], range(len(data))))
-    data = TensorDataset(torch.stack(images), jpegs.labels)
+    images = torch.stack([jpegs[index][0] for index in range(len(jpegs))])
+    data = TensorDataset(images, jpegs.labels)  # what is decoded is the data of all ways
     np.save(f"{folder}/images.npy", data.tensors[0].numpy())
     mapped = torch.from_numpy(np.load(f"{folder}/images.npy", mmap_mode="c"))
     stores = {"memory": data, "file": TensorDataset(mapped, data.tensors[1]), "JPEG files": jpegs}

@@ -98,11 +98,14 @@ def spread(rows, names):
     return found
 
 
+def by_machine(rows):
+    """Return the rows with a place that says neither the day nor the number of devices."""
+    return rows.assign(place=rows.place.str.replace(r"^[\d-]+, (\d+ × )?", "", regex=True))
+
+
 def speed(model=".*", precision=".*", scripts=".*", options=".*"):
     """Return samples/s and speedup in weak scaling, a table for each machine and kind of work."""
-    rows = read("scaling.csv").query("mode == 'weak'")
-    # One machine is one table, whatever the day and the number of its devices.
-    rows = rows.assign(place=rows.place.str.replace(r"^[\d-]+, (\d+ × )?", "", regex=True))
+    rows = by_machine(read("scaling.csv").query("mode == 'weak'"))
     names = {"model": model, "precision": precision, "script": scripts, "options": options}
     for name, wanted in names.items():
         rows = rows[rows[name].str.fullmatch(wanted)]
@@ -202,8 +205,8 @@ def compiled():
     """
     if not (RESULTS / "compiled_ddp.csv").is_file():
         return "Not measured yet.\n"
-    work_of, parts = ["device", "model", "image_size", "per_rank_batch", "gpu"], []
-    for work, group in read("compiled_ddp.csv").groupby(work_of, sort=False, dropna=False):
+    work_of, parts = ["model", "image_size", "per_rank_batch", "place"], []
+    for work, group in by_machine(read("compiled_ddp.csv")).groupby(work_of, sort=False):
         found = {}
         for (_, n), run in group.groupby(["commit", "devices"], sort=False):
             speeds = {way: speed for (way,), (_, speed) in spread(run, ["way"]).items()}
@@ -215,9 +218,8 @@ def compiled():
         ways = dict.fromkeys(way for way, _ in found)
         lines = [[f"`{way}`", *(found.get((way, n), "") for n in counts)] for way in ways]
         heads = ["samples/s (of `once`)", *(f"{n} ×" for n in counts)]
-        title = "{1}, {2} × {2} pixels, {3} images a rank. ".format(*work)
-        place = group.place.str.replace(r"^[\d-]+, (\d+ × )?", "", regex=True).iloc[-1]
-        title += f"{' and '.join(sorted({*group.date}))}, {place}."
+        days = " and ".join(sorted({*group.date}))
+        title = "{0}, {1} × {1} pixels, {2} images a rank. {4}, {3}.".format(*work, days)
         parts.append(f"{title}\n\n{table(heads, lines)}")
     return "\n".join(parts)
 
@@ -283,9 +285,8 @@ def dask():
 
 def nequip():
     """Return the errors of each way as measured last, a table for the CPU and one for GPUs."""
-    parts, records = {}, json.loads((RESULTS / "nequip.json").read_text())
-    names = ("nequip", "e3nn", "ase", "lightning")
-    for record in records:
+    parts, names = {}, ("nequip", "e3nn", "ase", "lightning")
+    for record in json.loads((RESULTS / "nequip.json").read_text()):
         versions = ", ".join(f"{name} {record['machine'][name]}" for name in names)
         runs, places = parts.setdefault(record["machine"]["gpu"], ({}, {}))
         runs |= record["runs"]
