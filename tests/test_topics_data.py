@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -138,6 +139,24 @@ def test_lightning_graph():
     assert all(done.state["hyper_parameters"]["model"] == "GIN" for done in (alone, both))
     wrong = fork("topics/lightning_graph.py", 1, "--dataset=MNIST")
     assert wrong.codes == [2] and "has its own data set" in wrong.err
+
+
+ASKED = """if True:
+    import importlib, sys, torch
+    torch._C._show_config = lambda: sys.exit("it asks torch how it was built")
+    import topics.lightning_graph, torch_geometric.typing
+    print("imported")
+    importlib.reload(torch_geometric.typing)
+"""
+
+
+def test_lightning_graph_starts_no_cuda():
+    """To ask torch how it was built starts CUDA, and forked ranks cannot use it after that."""
+    pytest.importorskip("torch_geometric")
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED], cwd=ladder.ROOT, capture_output=True, text=True
+    )
+    assert done.stdout == "imported\n" and "it asks torch" in done.stderr, done.stderr
 
 
 DASK = ["-m", "topics.dask_data", "--workers=1", "--checkpoint="]

@@ -14,7 +14,7 @@ Standalone (no diff to show): it is a subclass of rung 04's data module.
 Shared, forked ranks:   python -m topics.lightning_dataset --dataset fake --strategy ddp_fork
 Shared, spawned ranks:  python -m topics.lightning_dataset --dataset fake --strategy ddp_spawn
 A copy in each rank:    python -m topics.lightning_dataset --dataset fake --strategy ddp
-All GPUs, or 2 on CPU:  the same three commands; on GPUs ddp_fork has crashed, see results/
+All GPUs, or 2 on CPU:  the same three commands
 """
 
 import importlib
