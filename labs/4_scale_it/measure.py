@@ -70,7 +70,8 @@ def main():
         found["whole"], found["half"] = quickest(device, args.rounds, *steps)
     else:
         backend = dist.get_default_backend_for_device(device)
-        dist.init_process_group(backend, timeout=timedelta(seconds=60))
+        gpu = device if device.type == "cuda" else None  # else its barriers would guess, and warn
+        dist.init_process_group(backend, timeout=timedelta(seconds=60), device_id=gpu)
         small, large = torch.zeros(256, device=device), torch.zeros(size // 4, device=device)
         found = {"small_bytes": 1024, "large_bytes": size}
         found["small"], found["large"] = quickest(
