@@ -230,6 +230,8 @@ def _check_lightning(args: Namespace) -> None:
     for_gpus |= {"deepspeed_stage_2": "topics.deepspeed_zero"}
     if name in FORKING_STRATEGIES and not hasattr(os, "fork"):
         fail(f"--strategy {name} needs os.fork, which Windows has not: use ddp_spawn")
+    if name in FORKING_STRATEGIES and torch.cuda.is_initialized():
+        fail(f"--strategy {name} forks, but this process has used a GPU: start it in a new one")
     if name in MULTIPROCESSING_STRATEGIES and started:
         fail(f"--strategy {name} makes its own processes: start it with python, or use ddp")
     if name in for_gpus and not common.gpu_count():

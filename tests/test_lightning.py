@@ -138,13 +138,23 @@ def test_strategies_that_cannot_work():
         assert done.err.count("\n") == 1 and not done.out, done.err
 
 
-def test_a_system_that_cannot_fork():
-    def windows():
+@pytest.mark.parametrize(
+    "why, line",
+    [
+        ("windows", "needs os.fork, which Windows has not: use ddp_spawn"),
+        ("cuda", "forks, but this process has used a GPU: start it in a new one"),
+    ],
+)
+def test_a_process_that_cannot_fork(why, line):
+    def before():
         by_hand()
-        del os.fork
+        if why == "windows":
+            del os.fork
+        else:
+            torch.cuda.is_initialized = lambda: True
 
-    done = fork(RUNG, 1, "--strategy=ddp_fork", before=windows)
-    assert done.codes == [2] and "needs os.fork, which Windows has not: use ddp_spawn" in done.err
+    done = fork(RUNG, 1, "--strategy=ddp_fork", before=before)
+    assert done.codes == [2] and line in done.err
     assert done.err.count("\n") == 1 and not done.out, done.err
 
 
