@@ -24,8 +24,8 @@ import checks
 import common
 from topics.lightning_dataset import CountCopies, Images, rung
 
-# As it is imported, torch_geometric asks torch how it was built, and that starts CUDA: forked ranks
-# could not use a GPU then (https://github.com/pytorch/pytorch/issues/138453). So it is not told.
+# When imported, torch_geometric asks torch how it was built. To answer, torch starts CUDA, and then
+# forked ranks cannot use it (https://github.com/pytorch/pytorch/issues/138453). So: no answer.
 with mock.patch("torch.__config__.show", return_value=""):
     from topics.graph_dataset import Grown, Model  # it says so where PyTorch Geometric is missing
 from torch_geometric.data import Batch
