@@ -323,6 +323,14 @@ def test_ddp_tuning(variant, all_reduces, size, off, epoch_of_02):
     assert list(done.state["weights"]) == list(epoch_of_02.state["weights"])
 
 
+@pytest.mark.parametrize("given, size", [("25", "None"), ("5", "5.0")])
+def test_plain_has_the_buckets_of_02(given, size):
+    """DDP's own first bucket is small; with bucket_cap_mb=25 it would have 25 MB as the others."""
+    said = {"edit": lambda text: text.replace("    model = DDP(", "    print(settings)\n    DDP(")}
+    done = fork("topics/ddp_tuning.py", 1, "--epochs=1", f"--bucket-mb={given}", **said)
+    assert f"{{'bucket_cap_mb': {size}}}" in done.out, done.err
+
+
 def test_small_buckets(epoch_of_02):
     """More all-reduces, the same bytes and sums. The first step has one bucket, the others 7."""
     options = ["--epochs=1", "--bucket-mb=0.0001", f"--compare={epoch_of_02.checkpoint}"]
