@@ -132,7 +132,7 @@ def draws(points, count=2000):
 def profiles(rows):
     """Return the last profile of each kind of step."""
     kind = ["hardware", "model", "image_size", "precision", "per_rank_batch", "devices", "backend"]
-    return rows.drop_duplicates([*kind, "bucket_mb"], keep="last")
+    return rows.drop_duplicates(kind, keep="last")
 
 
 def best(rows):
@@ -240,7 +240,7 @@ def speedup(found):
 
 def overlap(rows, most=4):
     """Draw one step of DDP: what the device computes, and when each bucket travels."""
-    rows, legend = profiles(rows)[:most], {}
+    rows, legend = profiles(rows)[-most:], {}
     if rows.empty:
         return print("Nothing to draw here: it takes profiles of benchmarks/overlap.py.")
     heights = 2 + rows.buckets.map(len)

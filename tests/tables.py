@@ -164,20 +164,14 @@ def strategies():
     return "\n".join(parts)
 
 
-def last_runs(name, *work):
-    """Return (work and place, rows) of the last run of each kind of work; [] without a file."""
-    if not (RESULTS / name).is_file():
-        return []
-    rows = read(name)
-    run = rows.place + rows.commit.fillna("")
-    rows = rows[run == run.groupby([rows[column] for column in work]).transform("last")]
-    return list(rows.groupby([*work, "place"], sort=False))
-
-
 def feeding():
-    """Return how fast each way of topics/feeding.py is, alone and with the step, and its share."""
-    parts = []
-    for work, rows in last_runs("feeding.csv", "device", "model", "image_size", "batch_size"):
+    """Return how fast each way of topics/feeding.py is, of the last run on each kind of device."""
+    if not (RESULTS / "feeding.csv").is_file():
+        return "Not measured yet.\n"
+    all_rows, parts = read("feeding.csv"), []
+    run = all_rows.place + all_rows.commit.fillna("")
+    last = run == run.groupby(all_rows.device).transform("last")
+    for _, rows in all_rows[last].groupby("device", sort=False):
         bare, lines = None, []
         for (feed, store, workers, pinned), some in rows.groupby(
             ["feed", "store", "num_workers", "pinned"], sort=False, dropna=False
@@ -193,9 +187,10 @@ def feeding():
             cells = [how, "" if pd.isna(store) else store, count, quickest]
             lines.append([*cells, number(*found), share])
         heads = ["who feeds", "from", "workers", "alone, samples/s", "with the step", "of the bare"]
-        title = "{1}, {2} × {2} pixels, batch {3}. {4}.".format(*work)
+        work = rows[["model", "image_size", "batch_size", "place"]].iloc[0]
+        title = "{0}, {1} × {1} pixels, batch {2}. {3}.".format(*work)
         parts.append(f"{title}\n\n{table(heads, lines)}")
-    return "\n".join(parts) or "Not measured yet.\n"
+    return "\n".join(parts)
 
 
 def compiled():

@@ -309,6 +309,8 @@ def test_every_folder_and_every_topic_is_linked():
     index = (ROOT / "topics" / "README.md").read_text()
     for path in [*ROOT.glob("topics/[!_]*.py"), *ROOT.glob("topics/*.sh")]:
         assert len(re.findall(rf"^\|.*\| \[`{path.name}`\]", index, re.MULTILINE)) == 1, path.name
+    first = index.partition("**Read these six first**")[2].partition("| **")[0]
+    assert first.count("](") == 2 * 6  # a link to the topic, and one to what it is compared with
 
 
 LENGTHS = {"common.py": 200, "04_lightning.py": 105, "topics/standalone.py": 110}

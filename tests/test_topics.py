@@ -294,6 +294,26 @@ def test_lightning_fsdp(reference, tmp_path):
     assert (tmp_path / "checkpoint.pt").is_dir()
 
 
+def test_lightning_fsdp_gathers_a_block_at_a_time():
+    """Of a torchvision model, too: or each forward pass would gather all of its weights."""
+
+    def tell_units():
+        real = torch.distributed.fsdp.fully_shard
+
+        def told(module, **options):
+            print("sharded", type(module).__name__, flush=True)
+            return real(module, **options)
+
+        torch.distributed.fsdp.fully_shard = told
+
+    options = ["--epochs=1", "--devices=1", "--checkpoint=", "--model=resnet18"]
+    done = topic(
+        "lightning_fsdp", 1, *options, "--dataset=fake:8", "--batch-size=8", before=tell_units
+    )
+    assert done.out.count("sharded BasicBlock") == 8
+    assert done.out.rstrip().endswith("therefore a rank keeps 100% of the states")
+
+
 def test_fsdp_is_killed_while_it_saves(tmp_path):
     """The folder of the epoch before is whole, and the next run resumes from it."""
 

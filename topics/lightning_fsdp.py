@@ -16,7 +16,8 @@ import os
 import sys
 
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn import Sequential
 
 sys.path.insert(0, f"{os.path.dirname(__file__)}/..")  # common.py is in the repo's root
 import checks
@@ -30,9 +31,11 @@ class Classifier(rung.Classifier):
         for group in self.device_mesh.get_all_groups():
             group.set_timeout(self.args.timeout)  # not 30 minutes
         mesh = self.device_mesh["data_parallel"]
-        for layer in self.model:
-            if list(layer.parameters()):
-                fully_shard(layer, mesh=mesh)
+        # Each layer of a Sequential is gathered when it is its turn. The innermost goes first.
+        for block in reversed([part for part in self.model.modules() if type(part) is Sequential]):
+            for layer in block:
+                if list(layer.parameters()) and not isinstance(layer, FSDPModule):
+                    fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
 
     def on_train_end(self):
