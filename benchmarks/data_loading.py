@@ -243,6 +243,10 @@ def main() -> None:
     args.dataset = args.dataset or f"fake:{args.images}"
     size, args.channels, _ = datasets.SIZES[args.dataset.partition(":")[0]]
     args.train_size = args.images = args.images if ":" in args.dataset else size
+    left_out = {part for words in args.extra for part in words.partition("=")[2].split(",")}
+    fixed = {"tf32", "bf16", "channels_last", "autotune", "fused"}
+    if args.script == "topics/fast.py" and left_out & fixed:
+        parser.error("the resident step has these on: --extra takes away compile, ddp, prefetch")
     if not args.feeds:
         return compare(args)
     with tempfile.TemporaryDirectory() as folder:

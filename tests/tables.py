@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import median
 
 import pandas as pd
 
@@ -231,8 +232,10 @@ def loading():
     for row in rows[~rows.duplicated([*work, "gpu"], keep="last")].to_dict("records"):
         how = f"`{row['script']}` {row['options']}".strip()
         data = f"{row['image_size']} px, batch {row['batch_size']}, {row['images']} an epoch"
-        cells.append([how, row["model"], data, row["num_workers"], f"{row['ratio']:.3f}"])
-        cells[-1].append(where(row))
+        kept, speeds = f"{row['ratio']:.3f}", [row["rung"], row["resident"]]
+        if not all(near(min(some), max(some)) for some in speeds):
+            kept = ratio(*((median(some), min(some), max(some)) for some in speeds))
+        cells.append([how, row["model"], data, row["num_workers"], kept, where(row)])
     heads = ["script", "model", "images", "workers", "of its resident step", "measured"]
     return table(heads, cells)
 

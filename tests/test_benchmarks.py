@@ -471,7 +471,8 @@ def test_data_loading(monkeypatch, tmp_path):
 
 
 def test_what_data_loading_counts(monkeypatch, tmp_path):
-    """Made-up speeds: the median of the rung over the median of what is resident."""
+    """Made-up speeds: the median of the rung over the median of what is resident. They differ
+    so much that the table has a range. A step that the resident one is not like is refused."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import data_loading
 
@@ -484,9 +485,14 @@ def test_what_data_loading_counts(monkeypatch, tmp_path):
         assert data_loading.resident_speed(args) == [8, 2]
     monkeypatch.setattr(data_loading, "rung_speed", lambda args: [10, 90, 20])
     monkeypatch.setattr(data_loading, "resident_speed", lambda args: [200, 50, 80])
-    monkeypatch.setattr(sys, "argv", ["data_loading.py", f"--out={tmp_path}/new.jsonl"])
+    monkeypatch.setattr(sys, "argv", ["data_loading.py", f"--out={tmp_path}/data_loading.jsonl"])
     data_loading.main()
-    assert machine.rows(tmp_path / "new.jsonl")[0]["ratio"] == 0.25  # 20 / 80
+    assert machine.rows(tmp_path / "data_loading.jsonl")[0]["ratio"] == 0.25  # 20 / 80
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert "| 0.1 to 1.8 |" in tables.loading()  # 10 / 200 to 90 / 50
+    sys.argv += ["--script=topics/fast.py", "--extra=--without=compile,fused"]
+    with pytest.raises(SystemExit):
+        data_loading.main()
 
 
 def test_the_bare_step_of_fast(monkeypatch):
