@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -79,7 +80,7 @@ def test_scaling(tmp_path):
 
 
 def test_the_columns_of_a_row(monkeypatch):
-    """Of a made-up run: two ranks, a first epoch of 10 s, and 90 s from its start to its end."""
+    """Of a made-up run: two ranks on two of three GPUs, a first epoch of 10 s, and 90 s in all."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import scaling
 
@@ -101,9 +102,12 @@ def test_the_columns_of_a_row(monkeypatch):
             ]
             written[Path(env["OBSERVE"], f"{rank}.jsonl")] = entries
         assert (env["SIGTERM_BROADCAST"], env["OMP_NUM_THREADS"]) == ("off", "1")
+        assert (env["NVIDIA_TF32_OVERRIDE"], env["CUDA_VISIBLE_DEVICES"]) == ("0", "6,4")
         for path, entries in written.items():
             path.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
 
+    monkeypatch.setattr(common, "gpu_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,4,2")
     monkeypatch.setattr(scaling, "run", run)
     monkeypatch.setattr(scaling, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     work = {"script": "02_torchrun.py", "mode": "weak", "devices": 2, "model": "small"}
@@ -316,6 +320,23 @@ def test_ladder_of_speed(tmp_path):
         check_speed(row)
 
 
+def test_what_the_ladder_of_speed_runs(monkeypatch):
+    """Each part is added to those before it, in the order that was asked for."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import ladder_of_speed
+
+    asked, parts = [], "tf32,bf16,channels_last,autotune,fused,prefetch,bucket_view,static_graph"
+    monkeypatch.setattr(ladder_of_speed.scaling, "run_all", lambda works, _: asked.extend(works))
+    words = ["--devices=2", "--parts", "fused", "bf16", "compile", "--extra=--seed=1"]
+    monkeypatch.setattr(sys, "argv", ["ladder_of_speed.py", *words])
+    ladder_of_speed.main()
+    off = [f"{parts},compile", f"{parts},compile".replace(",fused", "")]
+    off += [off[1].replace(",bf16", ""), off[1].replace(",bf16", "").replace(",compile", "")]
+    assert [extra for _, extra, _ in asked] == [[f"--without={x}", "--seed=1"] for x in off]
+    assert [own["added"] for *_, own in asked] == ["", "fused", "bf16", "compile"]
+    assert [work["precision"] for work, *_ in asked] == ["fp32", "fp32", "bf16", "bf16"]
+
+
 def test_strategies(tmp_path):
     path = tmp_path / "strategies.csv"
     options = ["--devices", 2, "--model", "small", "--only", "local_sgd", "--csv", path]
@@ -479,8 +500,18 @@ def test_what_data_loading_counts(monkeypatch, tmp_path):
     # Windows of 100 s, which warm up, of 4 s and of 16 s, each of two steps of 16 images.
     seconds = iter([100, 4, 16])
     args = SimpleNamespace(script="00_single_gpu.py", model="small", image_size=16, batch_size=16)
-    args = SimpleNamespace(**vars(args), images=32, windows=2, channels=3, extra=[])
+    args = SimpleNamespace(**vars(args), images=32, windows=2, channels=3, extra=["--seed=7"])
+    args.dataset, args.num_workers = "fake:32", 0
+
+    def run(command, cwd, check):
+        """A script that was given its options: the first epoch warms up."""
+        assert "--seed=7" in command and command[command.index("--epochs") + 1] == "3"
+        log = "".join(f'{{"samples_per_second": {n}}}\n' for n in (1, 10, 20))
+        Path(command[command.index("--log-json") + 1]).write_text(log)
+
     with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", run)
+        assert data_loading.rung_speed(args) == [10, 20]
         patch.setattr(common, "seconds_since", lambda *_: next(seconds))
         assert data_loading.resident_speed(args) == [8, 2]
     monkeypatch.setattr(data_loading, "rung_speed", lambda args: [10, 90, 20])
@@ -504,10 +535,21 @@ def test_the_bare_step_of_fast(monkeypatch):
     args = SimpleNamespace(**vars(args), script="topics/fast.py", windows=1)
     cpu, losses, real = torch.device("cpu"), [], F.cross_entropy
     monkeypatch.setattr(F, "cross_entropy", lambda *_: losses.append(real(*_)) or losses[-1])
+    kept = []
+
+    def after_backward(model):
+        """Make other gradients of those that are there."""
+        for weight in model.parameters():
+            kept.append((weight, weight.detach().clone()))
+            weight.grad.fill_(1e6)
+
+    more = {"compiled": False, "after_backward": after_backward}
     for floats in (True, False):
         torch.manual_seed(0)
-        step = data_loading.make_step(args, cpu, fast=True, compiled=False, floats=floats)
+        step = data_loading.make_step(args, cpu, fast=True, floats=floats, **more)
         step(*data_loading.resident_batch(args, cpu, floats))
+    assert len(kept) == 2 * 8  # the weights of two models: 1e6 times the rate is 1
+    assert all(torch.allclose(before - weight, torch.ones(())) for weight, before in kept)
     assert losses[0].item() == pytest.approx(losses[1].item(), abs=1e-6)
     asked = []
     monkeypatch.setattr(
@@ -517,6 +559,26 @@ def test_the_bare_step_of_fast(monkeypatch):
     for extra in ([], ["--without=ddp"], ["--without=compile,ddp"]):
         data_loading.resident_speed(SimpleNamespace(**vars(args), extra=extra))
     assert asked == [(True, True, True), (True, True, True), (True, False, True)]
+
+
+def test_the_bare_step_on_a_gpu_is_bf16(monkeypatch):
+    """That of fast.py: as on a pretended GPU, to which nothing is moved."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import data_loading
+
+    def autocast(*some, enabled):
+        asked.append((*some, enabled))
+        return nullcontext()
+
+    asked, args = [], SimpleNamespace(model="small", image_size=16, batch_size=4, channels=3)
+    batch = data_loading.resident_batch(args, torch.device("cpu"), floats=True)
+    monkeypatch.setattr(torch, "autocast", autocast)
+    for kind in (torch.Tensor, torch.nn.Module):
+        monkeypatch.setattr(kind, "to", lambda self, *_, **__: self)
+    for device, fast in (("cuda", True), ("cuda", False), ("cpu", True)):
+        data_loading.make_step(args, torch.device(device), fast, False, floats=True)(*batch)
+    bf16 = torch.bfloat16
+    assert asked == [("cuda", bf16, True), ("cuda", bf16, False), ("cpu", bf16, False)]
 
 
 def test_what_feeds_measures(monkeypatch, tmp_path):
@@ -538,8 +600,15 @@ def test_what_feeds_measures(monkeypatch, tmp_path):
         real(step, batches, device)
         return next(speeds, 1)
 
+    def make_step(*some, floats):
+        made.append(floats)
+        return make(*some, floats=floats)
+
+    made, make = [], data_loading.make_step
+    monkeypatch.setattr(data_loading, "make_step", make_step)
     monkeypatch.setattr(data_loading, "speed", speed)
     data_loading.main()
+    assert made == [True, False]  # the bare step gets floats, all others bytes
     found = rows(tmp_path / "new.csv")
     cells = [(row["feed"], row["store"], row["alone"], row["of_bare"]) for row in found]
     assert cells == [
@@ -567,6 +636,57 @@ def test_compiled_ddp(tmp_path):
     assert row["seal"] == machine.seal(row)
 
 
+CALLED = dict.fromkeys(("alone", "once", "registered"), "compile model")
+CALLED |= {"inside": "DDP compile model", "outside": "compile DDP model"}
+CALLED |= {"inside_whole": CALLED["inside"], "outside_whole": CALLED["outside"]}
+CALLED |= {"inside_view": "DDP (views) compile model", "plain": "DDP model"}
+
+
+@pytest.mark.parametrize("way", CALLED)
+def test_what_compiled_ddp_counts(way, monkeypatch, tmp_path):
+    """As rank 0 of two, with made-up times: what a way calls, and the speed of the slowest rank."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import compiled_ddp
+
+    made, steps, slow = {}, [], torch.tensor([8.0, 3.0, 1.0])
+    seconds = iter([1000.0, 1.0, 2.0, 4.0])  # the first window warms up
+
+    def all_reduce(tensor, op=dist.ReduceOp.SUM):
+        if op == dist.ReduceOp.MAX:
+            torch.maximum(tensor, slow, out=tensor)
+
+    def make_step(args, device, wrap, **more):
+        made.update(more, module=wrap("model"), optimize_ddp=torch._dynamo.config.optimize_ddp)
+        return lambda *batch: steps.append(batch)
+
+    def ddp(model, gradient_as_bucket_view=False):
+        return f"DDP {'(views) ' * gradient_as_bucket_view}{model}"
+
+    monkeypatch.setattr(compiled_ddp, "DDP", ddp)
+    monkeypatch.setattr(torch, "compile", lambda model: f"compile {model}")
+    monkeypatch.setattr(compiled_ddp, "registered", lambda device: "registered")
+    monkeypatch.setattr(compiled_ddp.data_loading, "make_step", make_step)
+    for name in ("init_process_group", "barrier", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, lambda *_, **__: None)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    monkeypatch.setattr(common, "seconds_since", lambda start, _: start and next(seconds))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    args = SimpleNamespace(ways=[way], model="small", image_size=8, batch_size=6, channels=3)
+    args.steps, args.windows, args.json = 4, 3, tmp_path / "row"
+    with torch._dynamo.config.patch(optimize_ddp=None):
+        compiled_ddp.rank_main(args)
+    assert list(CALLED) == compiled_ddp.WAYS and made["module"] == CALLED[way]
+    assert made["optimize_ddp"] == ("_" not in way)  # whole graphs have an ending
+    averages = {"once": compiled_ddp.average, "registered": "registered"}
+    assert made.get("after_backward") == averages.get(way)
+    assert made["floats"] and made["fast"] and not made["compiled"] and len(steps) == 5 + 3 * 4
+    row = json.loads(args.json.read_text())  # 48 images in 8, 3 and 4 s
+    assert (row["min"], row["samples_per_second"], row["max"]) == (6, 12, 16)
+
+
 def test_overlap(tmp_path):
     path, trace = tmp_path / "overlap.jsonl", tmp_path / "trace.json"
     options = ["--image-size=16", "--batch-size=8", "--bucket-mb=0.05", "--steps=3"]
@@ -589,6 +709,40 @@ def test_overlap(tmp_path):
     # All gradients travel once: 3x16x25+16 + 16x32x25+32 + 512x64+64 + 64x10+10 floats.
     assert sum(bucket["bytes"] for bucket in row["buckets"]) == 4 * (1216 + 12832 + 32832 + 650)
     assert any(event["name"] == "step" for event in json.loads(trace.read_text())["traceEvents"])
+
+
+def test_what_overlap_gives_to_ddp(monkeypatch):
+    """The size of the buckets, or none; a hook that returns the mean, here of two equal ranks."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import overlap
+
+    class Ready(Exception):
+        """DDP is made; the hook comes with it."""
+
+    def ddp(model, bucket_cap_mb):
+        def register_comm_hook(state, hook):
+            raise Ready(bucket_cap_mb, hook)
+
+        return SimpleNamespace(parameters=model.parameters, register_comm_hook=register_comm_hook)
+
+    def all_reduce(tensor, async_op):
+        future = torch.futures.Future()
+        future.set_result([tensor.mul_(2)])
+        return SimpleNamespace(get_future=lambda: future)
+
+    monkeypatch.setattr(overlap, "DDP", ddp)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    for words, size in (([], None), (["--bucket-mb=3"], 3)):
+        monkeypatch.setattr(sys, "argv", ["overlap.py", "--image-size=8", *words])
+        with pytest.raises(Ready) as ready:
+            overlap.main()
+        found, hook = ready.value.args
+        gradients = torch.tensor([2.0, 6.0])
+        mean = hook(None, SimpleNamespace(buffer=lambda gradients=gradients: gradients)).wait()
+        assert found == size and mean.tolist() == [2, 6]
 
 
 def test_overlap_reads_the_kernels_of_a_gpu_trace(monkeypatch):
@@ -718,6 +872,25 @@ def test_a_seal_is_of_all_cells_in_their_order():
     others = [row | {"min": 1.6}, row | {"options": "x"}, row | {"script": ""}, row | {"more": ""}]
     others += [dict(reversed(row.items())), row | {"min": 2, "max": 1.5}]
     assert seal not in map(machine.seal, others)
+
+
+def test_a_machine_has_the_cores_of_this_process_and_its_commit_may_be_dirty(monkeypatch):
+    """Of 96 cores two may be used; results and texts that were changed are not the code's."""
+    changed = {}
+
+    def git(*words):
+        return changed.get(words[-len(machine.CODE) :], "") if words[0] == "status" else "c0ffee"
+
+    monkeypatch.setattr(machine, "git", git)
+    monkeypatch.setattr(os, "cpu_count", lambda: 96)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5, 7}, raising=False)
+    monkeypatch.delenv("GIT_COMMIT", raising=False)
+    found = machine.describe()
+    assert (found["cores"], found["commit"]) == (2, "c0ffee")
+    changed[machine.CODE] = " M common.py"
+    assert machine.describe()["commit"] == "c0ffee-dirty"
+    monkeypatch.setenv("GIT_COMMIT", "of a copy")
+    assert machine.describe()["commit"] == "of a copy"
 
 
 @pytest.mark.parametrize("name", ["scaling.csv", "overlap.jsonl", "tour_cpu.json"])

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from torch.utils.data import DistributedSampler
 
 import common
 import pairs
 from ladder import ROOT, changed, fork, launch, only, tell_timeouts, timeouts
+from topics import feeding
 
 TWO = ["--epochs=2"]
 APART = ("standalone",)
@@ -182,6 +184,18 @@ def test_lr_scaling():
     assert wrong.codes == [2] and "--rule: invalid choice: 'cubic'" in wrong.err
 
 
+def tell_parts():
+    """A `before`: each step tells the type of its logits, each prefetched batch that it is one."""
+    cross_entropy, load = F.cross_entropy, feeding.Prefetched.load
+
+    def step(logits, labels):
+        print(f"{logits.dtype}\n", end="")
+        return cross_entropy(logits, labels)
+
+    F.cross_entropy = step
+    feeding.Prefetched.load = lambda *some: print("prefetched\n", end="") or load(*some)
+
+
 def test_fast(reference):
     """With all of it taken away it is rung 02; in bfloat16 it learns as well."""
     none = "--without=tf32,bf16,channels_last,autotune,fused,prefetch,bucket_view,static_graph"
@@ -189,11 +203,14 @@ def test_fast(reference):
     # With compile it averages by itself. To compile takes minutes, and is not the point.
     eager = partial(torch.compiler.set_stance, "force_eager")
     assert_same(topic("fast", 2, *TWO, none, before=eager), reference)
-    done = topic("fast", 2, *TWO, "--without=compile,prefetch")
+    done = topic("fast", 2, *TWO, "--without=compile", before=tell_parts)
     assert done.epochs[-1]["train_loss"] == pytest.approx(
         reference.epochs[-1]["train_loss"], rel=0.1
     )
     assert list(done.state["weights"]) == list(reference.state["weights"])
+    steps = 2 * 2 * 5  # ranks, epochs, and batches of an epoch
+    told = done.out.splitlines()
+    assert told.count("torch.bfloat16") == told.count("prefetched") == steps
     wrong = fork("topics/fast.py", 1, "--without=bf17")
     assert wrong.codes == [2] and "--without takes, between commas, names from: tf32" in wrong.err
     wrong = fork("topics/fast.py", 2, "--without=ddp")
