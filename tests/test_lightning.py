@@ -567,7 +567,7 @@ def test_sync_once_trains_what_it_has_compiled(whole_reference):
     done = whole(ONCE, 2, "--epochs=2")
     assert done.codes == [0, 0], done.err
     assert_epochs(done.epochs, whole_reference[:2])
-    assert " | 1 compiled pieces, 0 graph breaks" in done.out
+    assert " | compiled pieces: 1, graph breaks: 0" in done.out
 
 
 # Weights for several buckets, and a single step
@@ -577,11 +577,16 @@ WIDE = ["--model=wide", "--dataset=fake:96", "--image-size=16", "--epochs=1"]
 def test_sync_once_compiles_the_plain_model():
     """DDP cuts a model that fills more than a bucket. This strategy leaves it whole."""
     found = {}
+    said = {
+        "ddp": "measured compiled pieces: 2, expected a cut at each of DDP's buckets, therefore",
+        "sync_once": "measured 1 all-reduces of gradients, compiled pieces: 1, expected 1 and 1,",
+    }
     for strategy in ("ddp", "sync_once"):
         done = whole(ONCE, 2, f"--strategy={strategy}", *WIDE)
         assert done.codes == [0, 0], done.err
-        found[strategy] = re.search(r"(\d+) compiled pieces, (\d+) graph breaks", done.out).groups()
+        found[strategy] = re.search(r"pieces: (\d+), graph breaks: (\d+)", done.out).groups()
         losses = done.epochs[0]["train_loss"]
+        assert said[strategy] in done.out and "uncounted" not in done.out
     assert found == {"ddp": ("2", "0"), "sync_once": ("1", "0")}
     assert losses > 0
 
@@ -602,7 +607,7 @@ def test_sync_once_counts_graph_breaks_and_takes_any_backend():
 
     done = whole(ONCE, 1, "--backend=counted", *WIDE, before=backend, edit=edit)
     assert done.codes == [0], done.err
-    pieces, breaks = re.search(r"(\d+) compiled pieces, (\d+) graph breaks", done.out).groups()
+    pieces, breaks = re.search(r"pieces: (\d+), graph breaks: (\d+)", done.out).groups()
     compiled = done.out.count("compiled by this backend")
     assert 0 < int(pieces) <= compiled and int(breaks) > 0
 

@@ -135,6 +135,9 @@ def test_zero_optimizer(reference, tmp_path):
     ).groups()
     held = ast.literal_eval(held)
     assert len(held) == 2 and sum(held) == int(total) and all(held)
+    assert "therefore whole tensors are dealt out, and the fullest rank keeps " in done.out
+    alone = topic("zero_optimizer", 1, "--epochs=1", "--checkpoint=")
+    assert "therefore nothing is dealt out, and the fullest rank keeps 100%" in alone.out
     # 00 resumes from its checkpoint as from 02's.
     ends = []
     for path in (done.checkpoint, reference.checkpoint):
@@ -158,6 +161,11 @@ def test_seeds_and_augmentation(own):
     (shifts, starts, ends) = ({line[i] for line in lines} for i in (1, 2, 3))
     assert len(shifts) == 1 + own, "the ranks' draws"
     assert len(starts) == len(ends) == 1 and starts != ends, "the ranks' weights"
+    therefore = "each rank draws its own" if own else "more ranks bring no more variety"
+    assert f"steps, models: 1, expected {'0 by chance' if own else 'all'}" in done.out
+    assert f"therefore {therefore}\n" in done.out
+    alone = topic("seeds_and_augmentation", 1, "--epochs=1", f"--seed-per-rank={own}")
+    assert "therefore one rank has no other to draw the same\n" in alone.out
 
 
 def test_a_resumed_run_draws_the_same_augmentation(tmp_path):
@@ -182,14 +190,23 @@ def test_lr_scaling():
     assert wrong.codes == [2] and "--rule: invalid choice: 'cubic'" in wrong.err
 
 
+def seconds(*each):
+    """A `before`: the seconds that each epoch takes."""
+    left = iter(each)
+    common.seconds_since = lambda *_: next(left)
+
+
 def test_fast(reference):
     """With all of it taken away it is rung 02; in bfloat16 it learns as well."""
     none = "--without=tf32,bf16,channels_last,autotune,fused,prefetch,bucket_view,static_graph"
-    assert_same(topic("fast", 2, *TWO, f"{none},compile"), reference)
+    done = topic("fast", 2, *TWO, f"{none},compile", before=partial(seconds, 3.0, 1.0))
+    assert_same(done, reference)
+    assert "therefore 2.0 s have to be won back here\n" in done.out
     # With compile it averages by itself. To compile takes minutes, and is not the point.
     eager = partial(torch.compiler.set_stance, "force_eager")
     assert_same(topic("fast", 2, *TWO, none, before=eager), reference)
-    done = topic("fast", 2, *TWO, "--without=compile,prefetch")
+    done = topic("fast", 2, *TWO, "--without=compile,prefetch", before=partial(seconds, 1.0, 1.1))
+    assert "therefore nothing has to be won back here\n" in done.out
     assert done.epochs[-1]["train_loss"] == pytest.approx(
         reference.epochs[-1]["train_loss"], rel=0.1
     )
