@@ -959,6 +959,7 @@ def test_ddp_options_in_lightning(variant, rounded, measured, whole_reference):
     assert done.out.count("| prepare_data\n") == 1 and "rank 0 | prepare_data" in done.out
     assert sorted(re.findall(r"rank (\d) \| setup\n", done.out)) == ["0", "1"]
     assert f"measured {measured}" in done.out, done.out
+    assert "therefore each step has one all-reduce\n" in done.out
     if rounded:
         difference = done.epochs[0]["train_loss"] - whole_reference[0]["train_loss"]
         assert 0 < abs(difference) < rounded
@@ -981,6 +982,9 @@ def test_what_the_options_topic_says_of_lightning():
     drop = {"edit": lambda text: text.replace(', "limit_train_batches": whole', "")}
     done = whole(OPTIONS, 2, "--epochs=1", "--variant=accumulate", **drop)
     assert "measured 166 backward passes, 42 with an all-reduce, 42 steps" in done.out, done.err
+    each = {"edit": lambda text: text.replace("self.sent += self", "self.sent += 1 or self")}
+    done = fork(OPTIONS, 2, "--epochs=1", "--variant=accumulate", **each)
+    assert "20 with an all-reduce, 5 steps" in done.out and "therefore not each step" in done.out
     found = {"edit": lambda text: text.replace('{"find_unused_parameters": True}', "{}")}
     done = fork(OPTIONS, 2, "--epochs=1", "--variant=unused", **found)
     assert all(done.codes) and "parameters that were not used" in done.err

@@ -76,6 +76,7 @@ def test_gradient_accumulation(steps, reference):
     assert_same(done, reference, 1e-4)  # the contract's: smaller batches round otherwise
     assert f"measured 10 all-reduces of gradients in {10 * steps} backward passes" in done.out
     assert "expected one for each of 10 steps" in done.out
+    assert f" of {-(-48 // steps)} of 48 images, and sends no more\n" in done.out
     if steps == 1:
         refused = fork("topics/gradient_accumulation.py", 1, "--accumulation-steps=0")
         assert refused.codes == [2]
@@ -90,6 +91,10 @@ def test_without_no_sync_each_micro_batch_is_averaged():
         edit=lambda text: text.replace("model.no_sync()", "nullcontext()"),
     )
     assert "20 all-reduces of gradients in 20 backward passes" in done.out  # 4 micro-batches
+    assert "and sends more than once a step\n" in done.out
+    options = ["--epochs=1", "--model=wide", "--dataset=fake:96", "--image-size=16"]
+    done = topic("gradient_accumulation", 2, *options)  # several buckets
+    assert "measured 1 all-reduces of gradients in 4 backward passes" in done.out
 
 
 def test_evaluation():
@@ -109,6 +114,12 @@ def test_evaluation():
         ]
         assert found["one rank"] == found["exact"]
         assert padded == 997 or found["padded"][2] != found["exact"][2]
+        sums = "and sums over shards count each once\n"
+        assert f"therefore padding counts {padded - 997} twice, {sums}" in done.out
+    shard = "range(rank, len(test_set), world_size)"
+    edit = {"edit": lambda text: text.replace(shard, "[0] * 500")}
+    done = topic("evaluation", 2, "--epochs=1", **edit)
+    assert "and sums over shards do not count each once\n" in done.out
 
 
 def test_uneven_inputs(tmp_path):
@@ -118,6 +129,9 @@ def test_uneven_inputs(tmp_path):
     for name, value in done.weights[0].items():
         assert torch.equal(value, done.weights[1][name])
     assert "measured [5, 4] batches an epoch on the ranks, expected [5, 4]," in done.out
+    assert "therefore no batch is missing, and no rank still waits\n" in done.out
+    edit = {"edit": lambda text: text.replace("len(train_loader) - rank", "2 - rank")}
+    assert "therefore a batch is missing" in topic("uneven_inputs", 1, *TWO, **edit).out
     # And with equal momentum: a resumed run has rank 0's on all ranks, so it would be another one.
     topic("uneven_inputs", 2, "--epochs=1", folder=tmp_path)
     resumed = topic("uneven_inputs", 2, *TWO, folder=tmp_path)
@@ -464,6 +478,12 @@ def test_the_warm_up_is_not_run_again_after_a_resume(tmp_path):
         done = topic("lr_scaling", 1, f"--epochs={epochs}", *options, folder=tmp_path)
         (group,) = done.state["optimizer"]["param_groups"]
         assert group["lr"] == pytest.approx(rate)
+        reached = "rule's rate is reached" if epochs > 1 else "warm-up has not ended yet"
+        assert f"therefore the {reached}\n" in done.out
+    # Of the warm-up's end the last bit may be another one, and without a rule there is none.
+    for options in (["--warmup-epochs=1", "--lr=0.1", "--base-batch=11"], ["--rule=none"]):
+        done = topic("lr_scaling", 1, "--epochs=1", *TINY, *options)
+        assert "therefore the rule's rate is reached\n" in done.out
 
 
 def test_evaluation_with_batch_norm():

@@ -102,6 +102,9 @@ def test_graph_dataset(tmp_path):
     both = fork("topics/graph_dataset.py", 2, folder=folder)
     assert (alone.codes, both.codes) == ([0], [0, 0]), alone.err + both.err
     assert_same_losses(both.epochs, alone.epochs)
+    assert "therefore the edges alone tell how a graph has grown\n" in both.out
+    poor = fork("topics/graph_dataset.py", 1, "--epochs=1", "--lr=1e-9")
+    assert "therefore the edges alone tell little of how" in poor.out
     last = both.epochs[-1]
     assert last["test_samples"] == 499 and last["test_accuracy"] > 0.7 and last["train_loss"] < 0.6
     assert "deprecated" not in both.err
