@@ -618,7 +618,7 @@ NAMES = ["MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD
 
 
 def processes(*command):
-    """Return the lines (process, parent, variables, arguments), and the variables as dicts."""
+    """Return lines (process, parent, variables, arguments), the variables as dicts, the end."""
     done = launch(*command, *TINY)
     assert done.returncode == 0 and done.stdout.count("epoch 1/1") == 1, done.stderr
     [entry] = fork("00_single_gpu.py", 1, *TINY).epochs
@@ -628,14 +628,16 @@ def processes(*command):
     assert lines[0][3].split()[1:] == lines[1][3].split()[1:]
     variables = [dict(word.split("=") for word in line[2].split()) for line in lines]
     assert all(list(found) == NAMES for found in variables)
-    return lines, variables
+    [last] = re.findall("^measured .*$", done.stdout, re.M)
+    return lines, variables, last
 
 
 @pytest.mark.cold  # who is whose parent
 def test_lightning_starts_the_script_again():
     """From the first process, which has no rank yet; the second has one, and the same words."""
     words = ["-m", "topics.lightning_launch", "--devices=2", "--timeout=90"]
-    lines, variables = processes(sys.executable, *words)
+    lines, variables, last = processes(sys.executable, *words)
+    assert last.startswith("measured children of rank 0: 1, ranks: 2, expected all others")
     (first, _, _, words), (_, parent, _, others) = lines
     assert parent == first
     assert words == others and "lightning_launch.py --devices=2 --timeout=90" in words
@@ -648,7 +650,8 @@ def test_lightning_starts_the_script_again():
 @pytest.mark.cold
 def test_torchrun_has_started_all_before():
     command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "-m", "topics.lightning_launch"]
-    lines, variables = processes(*command)
+    lines, variables, last = processes(*command)
+    assert "rank 0: 0, ranks: 2" in last and last.endswith("therefore it has started none")
     assert lines[0][1] == lines[1][1] not in (lines[0][0], lines[1][0]), "torchrun is the parent"
     assert {found["LOCAL_RANK"] for found in variables} == {"0", "1"}
     assert all(found["RANK"] == found["LOCAL_RANK"] for found in variables)
@@ -817,6 +820,7 @@ def test_early_stopping(tmp_path):
     accuracies = [entry["test_accuracy"] for entry in done.epochs]
     best = accuracies.index(max(accuracies))
     assert best == 6 and len(accuracies) == best + 1 + 2, accuracies
+    assert "measured last epochs: 1, best scores: 1, ranks: 2, expected 1 and 1" in done.out
     [file] = tmp_path.glob("*best*")
     assert file.name == f"checkpoint-best-epoch={best}.ckpt"
     assert (
@@ -854,6 +858,7 @@ def test_early_stopping_by_each_ranks_own_number(tmp_path):
     same = (str(len(done.epochs)), f"checkpoint-best-epoch={kept}.ckpt")
     assert decisions(done) == tuple((*same, f"{mine[kept]:.1%}"[:-1]) for mine in own)
     assert own[0][kept] != own[1][kept]
+    assert "measured last epochs: 1, best scores: 2, ranks: 2, expected 1 and 1" in done.out
     assert [file.name for file in tmp_path.glob("*best*")] == [same[1]]
     accuracies = [entry["test_accuracy"] for entry in done.epochs]
     assert accuracies[kept] < max(accuracies), "the best epoch was missed"

@@ -231,7 +231,7 @@ def test_fast(reference):
     assert wrong.codes == [2, 2] and "--without ddp is for one process" in wrong.err
 
 
-COMPILED = r"^measured (.*) of \S+ MiB of weights in (\d+) graphs, (\d+) graph breaks, expected"
+COMPILED = r"^measured (.*) of \S+ MiB of weights, graphs: (\d+), graph breaks: (\d+), expected"
 
 
 @pytest.mark.parametrize("order", ["inside", "outside", "once"])

@@ -189,6 +189,8 @@ def test_dask_data(clusters, start, tmp_path):
     *counts, fed, crossed = re.search(FED.format(clusters), text, re.MULTILINE).groups()
     count = 1 if clusters == "job" else 2
     assert counts == [str(count), str(count), "2"]
+    assert f"measured Dask clusters: {count}, ranks: 2, expected " in text
+    assert f"therefore copies of the data in Dask's workers: {count}\n" in text
     assert len(set(re.findall(r"^rank \d \| scheduler (\S+) ", text, re.MULTILINE))) == count
     assert float(fed) == pytest.approx(4000 * (28 * 28 + 8) / 1e6, abs=0.01)  # bytes and int64s
     assert float(crossed) == pytest.approx(float(fed) / 2 if clusters == "job" else 0, abs=0.01)
