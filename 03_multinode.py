@@ -1,6 +1,6 @@
 """Rung 03: the same on several nodes. rank counts all processes, local_rank those of one node.
 
-Two nodes, on each:     torchrun --nnodes=2 --nproc-per-node=gpu --rdzv-backend=c10d
+Two nodes, on each:     torchrun --nnodes=2 --nproc-per-node=gpu --rdzv-backend=c10d \
                             --rdzv-id=MY_JOB --rdzv-endpoint=HEAD_NODE:29400 03_multinode.py
 One node, 2 processes:  torchrun --standalone --nproc-per-node=2 03_multinode.py
 On a cluster:           sbatch slurm/03_multinode.sbatch

@@ -13,6 +13,7 @@ import sys
 import tokenize
 from functools import cache
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -199,9 +200,14 @@ def test_commands_run(block, tmp_path):
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
 def test_commands_of_the_header(path):
-    """A command of a header begins after the colon of its label; a deeper line goes on with it."""
-    text = re.sub(r" ?\\?\n {8,}(?=\S)", " ", readme.header(path))
-    found = re.findall(r"^.*?: +((?:\w+= ?)*(?:python|torchrun|sbatch|bash|diff) .*)", text, re.M)
+    """A command begins after the colon of its label, or below it. \\ goes on in a deeper line."""
+    for line, below in pairwise(readme.header(path).splitlines()):
+        command = re.search(r"(?:: | {8}) *(?:\w+=\S* )*(?=python|torchrun)", line)
+        if command and len(below) - len(below.lstrip()) > command.end():
+            assert line.endswith(" \\"), f"pasted, this command ends too early: {line}"
+    text = re.sub(r" \\\n +", " ", readme.header(path))
+    starts = r"^(?:.*?:| {8}) +((?:\w+=\S* ?)*(?:python|torchrun|sbatch|bash|diff) .*)"
+    found = re.findall(starts, text, re.M)
     if path in RUNGS:
         assert len(found) >= 2, "a header names its commands"
     for command in found:

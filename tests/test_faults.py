@@ -132,6 +132,7 @@ def test_the_crash_topic_recovers(form, start, tmp_path):
     assert code == 0, job.text
     assert job.text.count("kill -9 in epoch") == 1
     assert epochs_said(job.text) == ["1", "2"]
+    assert "measured restarts: 1, resumed after epoch " in job.text
     whole = fork("02_torchrun.py", 2, "--epochs=2", env=CPU, whole=True)
     assert_weights(load(tmp_path / "crash.pt")["weights"], whole.state["weights"], 0)
 

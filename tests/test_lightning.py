@@ -567,7 +567,7 @@ def test_sync_once_trains_what_it_has_compiled(whole_reference):
     done = whole(ONCE, 2, "--epochs=2")
     assert done.codes == [0, 0], done.err
     assert_epochs(done.epochs, whole_reference[:2])
-    assert " | 1 compiled pieces, 0 graph breaks" in done.out
+    assert " | compiled pieces: 1, graph breaks: 0" in done.out
 
 
 # Weights for several buckets, and a single step
@@ -577,11 +577,16 @@ WIDE = ["--model=wide", "--dataset=fake:96", "--image-size=16", "--epochs=1"]
 def test_sync_once_compiles_the_plain_model():
     """DDP cuts a model that fills more than a bucket. This strategy leaves it whole."""
     found = {}
+    said = {
+        "ddp": "measured compiled pieces: 2, expected a cut at each of DDP's buckets, therefore",
+        "sync_once": "measured 1 all-reduces of gradients, compiled pieces: 1, expected 1 and 1,",
+    }
     for strategy in ("ddp", "sync_once"):
         done = whole(ONCE, 2, f"--strategy={strategy}", *WIDE)
         assert done.codes == [0, 0], done.err
-        found[strategy] = re.search(r"(\d+) compiled pieces, (\d+) graph breaks", done.out).groups()
+        found[strategy] = re.search(r"pieces: (\d+), graph breaks: (\d+)", done.out).groups()
         losses = done.epochs[0]["train_loss"]
+        assert said[strategy] in done.out and "uncounted" not in done.out
     assert found == {"ddp": ("2", "0"), "sync_once": ("1", "0")}
     assert losses > 0
 
@@ -602,7 +607,7 @@ def test_sync_once_counts_graph_breaks_and_takes_any_backend():
 
     done = whole(ONCE, 1, "--backend=counted", *WIDE, before=backend, edit=edit)
     assert done.codes == [0], done.err
-    pieces, breaks = re.search(r"(\d+) compiled pieces, (\d+) graph breaks", done.out).groups()
+    pieces, breaks = re.search(r"pieces: (\d+), graph breaks: (\d+)", done.out).groups()
     compiled = done.out.count("compiled by this backend")
     assert 0 < int(pieces) <= compiled and int(breaks) > 0
 
@@ -613,7 +618,7 @@ NAMES = ["MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD
 
 
 def processes(*command):
-    """Return the lines (process, parent, variables, arguments), and the variables as dicts."""
+    """Return lines (process, parent, variables, arguments), the variables as dicts, the end."""
     done = launch(*command, *TINY)
     assert done.returncode == 0 and done.stdout.count("epoch 1/1") == 1, done.stderr
     [entry] = fork("00_single_gpu.py", 1, *TINY).epochs
@@ -623,14 +628,16 @@ def processes(*command):
     assert lines[0][3].split()[1:] == lines[1][3].split()[1:]
     variables = [dict(word.split("=") for word in line[2].split()) for line in lines]
     assert all(list(found) == NAMES for found in variables)
-    return lines, variables
+    [last] = re.findall("^measured .*$", done.stdout, re.M)
+    return lines, variables, last
 
 
 @pytest.mark.cold  # who is whose parent
 def test_lightning_starts_the_script_again():
     """From the first process, which has no rank yet; the second has one, and the same words."""
     words = ["-m", "topics.lightning_launch", "--devices=2", "--timeout=90"]
-    lines, variables = processes(sys.executable, *words)
+    lines, variables, last = processes(sys.executable, *words)
+    assert last.startswith("measured children of rank 0: 1, ranks: 2, expected all others")
     (first, _, _, words), (_, parent, _, others) = lines
     assert parent == first
     assert words == others and "lightning_launch.py --devices=2 --timeout=90" in words
@@ -643,7 +650,8 @@ def test_lightning_starts_the_script_again():
 @pytest.mark.cold
 def test_torchrun_has_started_all_before():
     command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "-m", "topics.lightning_launch"]
-    lines, variables = processes(*command)
+    lines, variables, last = processes(*command)
+    assert "rank 0: 0, ranks: 2" in last and last.endswith("therefore it has started none")
     assert lines[0][1] == lines[1][1] not in (lines[0][0], lines[1][0]), "torchrun is the parent"
     assert {found["LOCAL_RANK"] for found in variables} == {"0", "1"}
     assert all(found["RANK"] == found["LOCAL_RANK"] for found in variables)
@@ -812,6 +820,7 @@ def test_early_stopping(tmp_path):
     accuracies = [entry["test_accuracy"] for entry in done.epochs]
     best = accuracies.index(max(accuracies))
     assert best == 6 and len(accuracies) == best + 1 + 2, accuracies
+    assert "measured last epochs: 1, best scores: 1, ranks: 2, expected 1 and 1" in done.out
     [file] = tmp_path.glob("*best*")
     assert file.name == f"checkpoint-best-epoch={best}.ckpt"
     assert (
@@ -849,6 +858,7 @@ def test_early_stopping_by_each_ranks_own_number(tmp_path):
     same = (str(len(done.epochs)), f"checkpoint-best-epoch={kept}.ckpt")
     assert decisions(done) == tuple((*same, f"{mine[kept]:.1%}"[:-1]) for mine in own)
     assert own[0][kept] != own[1][kept]
+    assert "measured last epochs: 1, best scores: 2, ranks: 2, expected 1 and 1" in done.out
     assert [file.name for file in tmp_path.glob("*best*")] == [same[1]]
     accuracies = [entry["test_accuracy"] for entry in done.epochs]
     assert accuracies[kept] < max(accuracies), "the best epoch was missed"
@@ -954,6 +964,7 @@ def test_ddp_options_in_lightning(variant, rounded, measured, whole_reference):
     assert done.out.count("| prepare_data\n") == 1 and "rank 0 | prepare_data" in done.out
     assert sorted(re.findall(r"rank (\d) \| setup\n", done.out)) == ["0", "1"]
     assert f"measured {measured}" in done.out, done.out
+    assert "therefore each step has one all-reduce\n" in done.out
     if rounded:
         difference = done.epochs[0]["train_loss"] - whole_reference[0]["train_loss"]
         assert 0 < abs(difference) < rounded
@@ -976,6 +987,9 @@ def test_what_the_options_topic_says_of_lightning():
     drop = {"edit": lambda text: text.replace(', "limit_train_batches": whole', "")}
     done = whole(OPTIONS, 2, "--epochs=1", "--variant=accumulate", **drop)
     assert "measured 166 backward passes, 42 with an all-reduce, 42 steps" in done.out, done.err
+    each = {"edit": lambda text: text.replace("self.sent += self", "self.sent += 1 or self")}
+    done = fork(OPTIONS, 2, "--epochs=1", "--variant=accumulate", **each)
+    assert "20 with an all-reduce, 5 steps" in done.out and "therefore not each step" in done.out
     found = {"edit": lambda text: text.replace('{"find_unused_parameters": True}', "{}")}
     done = fork(OPTIONS, 2, "--epochs=1", "--variant=unused", **found)
     assert all(done.codes) and "parameters that were not used" in done.err

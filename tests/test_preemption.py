@@ -91,6 +91,14 @@ def test_a_stop_at_the_edge_of_an_epoch(samples, whole, tmp_path):
     assert_like(whole, resumed.checkpoint, tmp_path / "log.json")
 
 
+def test_a_sample_that_counts_twice_is_said(tmp_path):
+    stopped = fork("topics/preemption.py", 2, *TINY, folder=tmp_path, edit=stop_at(48))
+    assert stopped.codes == [75, 75], stopped.err
+    twice = {"edit": lambda text: text.replace("sampler.skip = mid_epoch", "_ = mid_epoch")}
+    resumed = fork("topics/preemption.py", 2, *TINY, folder=tmp_path, **twice)
+    assert "measured 144 " in resumed.out and "therefore a stop has cost or" in resumed.out
+
+
 def test_a_stopped_run_waits_for_a_slow_save_and_counts_all_its_seconds(tmp_path):
     """Where one rank ends, Slurm ends the others: so none may end before the file is there."""
 
@@ -119,6 +127,7 @@ def test_a_stopped_run_waits_for_a_slow_save_and_counts_all_its_seconds(tmp_path
     torch.save(state, stopped.checkpoint)
     resumed = fork("topics/preemption.py", 2, *TINY, folder=tmp_path)
     assert resumed.codes == [0, 0], resumed.err
+    assert "expected 96, therefore no stop has cost or doubled a sample\n" in resumed.out
     assert 96 / 160 < resumed.epochs[0]["samples_per_second"] < 96 / 100
 
 

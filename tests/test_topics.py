@@ -78,6 +78,7 @@ def test_gradient_accumulation(steps, reference):
     assert_same(done, reference, 1e-4)  # the contract's: smaller batches round otherwise
     assert f"measured 10 all-reduces of gradients in {10 * steps} backward passes" in done.out
     assert "expected one for each of 10 steps" in done.out
+    assert f" of {-(-48 // steps)} of 48 images, and sends no more\n" in done.out
     if steps == 1:
         refused = fork("topics/gradient_accumulation.py", 1, "--accumulation-steps=0")
         assert refused.codes == [2]
@@ -92,6 +93,10 @@ def test_without_no_sync_each_micro_batch_is_averaged():
         edit=lambda text: text.replace("model.no_sync()", "nullcontext()"),
     )
     assert "20 all-reduces of gradients in 20 backward passes" in done.out  # 4 micro-batches
+    assert "and sends more than once a step\n" in done.out
+    options = ["--epochs=1", "--model=wide", "--dataset=fake:96", "--image-size=16"]
+    done = topic("gradient_accumulation", 2, *options)  # several buckets
+    assert "measured 1 all-reduces of gradients in 4 backward passes" in done.out
 
 
 def test_evaluation():
@@ -111,6 +116,12 @@ def test_evaluation():
         ]
         assert found["one rank"] == found["exact"]
         assert padded == 997 or found["padded"][2] != found["exact"][2]
+        sums = "and sums over shards count each once\n"
+        assert f"therefore padding counts {padded - 997} twice, {sums}" in done.out
+    shard = "range(rank, len(test_set), world_size)"
+    edit = {"edit": lambda text: text.replace(shard, "[0] * 500")}
+    done = topic("evaluation", 2, "--epochs=1", **edit)
+    assert "and sums over shards do not count each once\n" in done.out
 
 
 def test_uneven_inputs(tmp_path):
@@ -120,6 +131,9 @@ def test_uneven_inputs(tmp_path):
     for name, value in done.weights[0].items():
         assert torch.equal(value, done.weights[1][name])
     assert "measured [5, 4] batches an epoch on the ranks, expected [5, 4]," in done.out
+    assert "therefore no batch is missing, and no rank still waits\n" in done.out
+    edit = {"edit": lambda text: text.replace("len(train_loader) - rank", "2 - rank")}
+    assert "therefore a batch is missing" in topic("uneven_inputs", 1, *TWO, **edit).out
     # And with equal momentum: a resumed run has rank 0's on all ranks, so it would be another one.
     topic("uneven_inputs", 2, "--epochs=1", folder=tmp_path)
     resumed = topic("uneven_inputs", 2, *TWO, folder=tmp_path)
@@ -137,6 +151,9 @@ def test_zero_optimizer(reference, tmp_path):
     ).groups()
     held = ast.literal_eval(held)
     assert len(held) == 2 and sum(held) == int(total) and all(held)
+    assert "therefore whole tensors are dealt out, and the fullest rank keeps " in done.out
+    alone = topic("zero_optimizer", 1, "--epochs=1", "--checkpoint=")
+    assert "therefore nothing is dealt out, and the fullest rank keeps 100%" in alone.out
     # 00 resumes from its checkpoint as from 02's.
     ends = []
     for path in (done.checkpoint, reference.checkpoint):
@@ -160,6 +177,11 @@ def test_seeds_and_augmentation(own):
     (shifts, starts, ends) = ({line[i] for line in lines} for i in (1, 2, 3))
     assert len(shifts) == 1 + own, "the ranks' draws"
     assert len(starts) == len(ends) == 1 and starts != ends, "the ranks' weights"
+    therefore = "each rank draws its own" if own else "more ranks bring no more variety"
+    assert f"steps, models: 1, expected {'0 by chance' if own else 'all'}" in done.out
+    assert f"therefore {therefore}\n" in done.out
+    alone = topic("seeds_and_augmentation", 1, "--epochs=1", f"--seed-per-rank={own}")
+    assert "therefore one rank has no other to draw the same\n" in alone.out
 
 
 def test_a_resumed_run_draws_the_same_augmentation(tmp_path):
@@ -184,8 +206,15 @@ def test_lr_scaling():
     assert wrong.codes == [2] and "--rule: invalid choice: 'cubic'" in wrong.err
 
 
-def tell_parts():
-    """A `before`: each step tells the type of its logits, each prefetched batch that it is one."""
+def seconds(*each):
+    """A `before`: the seconds that each epoch takes."""
+    left = iter(each)
+    common.seconds_since = lambda *_: next(left)
+
+
+def tell_parts(*each):
+    """As seconds(); each step tells the type of its logits, a prefetched batch that it is one."""
+    seconds(*each)
     cross_entropy, load = F.cross_entropy, feeding.Prefetched.load
 
     def step(logits, labels):
@@ -199,11 +228,14 @@ def tell_parts():
 def test_fast(reference):
     """With all of it taken away it is rung 02; in bfloat16 it learns as well."""
     none = "--without=tf32,bf16,channels_last,autotune,fused,prefetch,bucket_view,static_graph"
-    assert_same(topic("fast", 2, *TWO, f"{none},compile"), reference)
+    done = topic("fast", 2, *TWO, f"{none},compile", before=partial(seconds, 3.0, 1.0))
+    assert_same(done, reference)
+    assert "therefore 2.0 s have to be won back here\n" in done.out
     # With compile it averages by itself. To compile takes minutes, and is not the point.
     eager = partial(torch.compiler.set_stance, "force_eager")
     assert_same(topic("fast", 2, *TWO, none, before=eager), reference)
-    done = topic("fast", 2, *TWO, "--without=compile", before=tell_parts)
+    done = topic("fast", 2, *TWO, "--without=compile", before=partial(tell_parts, 1.0, 1.1))
+    assert "therefore nothing has to be won back here\n" in done.out
     assert done.epochs[-1]["train_loss"] == pytest.approx(
         reference.epochs[-1]["train_loss"], rel=0.1
     )
@@ -217,7 +249,7 @@ def test_fast(reference):
     assert wrong.codes == [2, 2] and "--without ddp is for one process" in wrong.err
 
 
-COMPILED = r"^measured (.*) of \S+ MiB of weights in (\d+) graphs, (\d+) graph breaks, expected"
+COMPILED = r"^measured (.*) of \S+ MiB of weights, graphs: (\d+), graph breaks: (\d+), expected"
 
 
 @pytest.mark.parametrize("order", ["inside", "outside", "once"])
@@ -484,6 +516,12 @@ def test_the_warm_up_is_not_run_again_after_a_resume(tmp_path):
         done = topic("lr_scaling", 1, f"--epochs={epochs}", *options, folder=tmp_path)
         (group,) = done.state["optimizer"]["param_groups"]
         assert group["lr"] == pytest.approx(rate)
+        reached = "rule's rate is reached" if epochs > 1 else "warm-up has not ended yet"
+        assert f"therefore the {reached}\n" in done.out
+    # Of the warm-up's end the last bit may be another one, and without a rule there is none.
+    for options in (["--warmup-epochs=1", "--lr=0.1", "--base-batch=11"], ["--rule=none"]):
+        done = topic("lr_scaling", 1, "--epochs=1", *TINY, *options)
+        assert "therefore the rule's rate is reached\n" in done.out
 
 
 def test_evaluation_with_batch_norm():

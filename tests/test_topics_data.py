@@ -102,6 +102,9 @@ def test_graph_dataset(tmp_path):
     both = fork("topics/graph_dataset.py", 2, folder=folder)
     assert (alone.codes, both.codes) == ([0], [0, 0]), alone.err + both.err
     assert_same_losses(both.epochs, alone.epochs)
+    assert "therefore the edges alone tell how a graph has grown\n" in both.out
+    poor = fork("topics/graph_dataset.py", 1, "--epochs=1", "--lr=1e-9")
+    assert "therefore the edges alone tell little of how" in poor.out
     last = both.epochs[-1]
     assert last["test_samples"] == 499 and last["test_accuracy"] > 0.7 and last["train_loss"] < 0.6
     assert "deprecated" not in both.err
@@ -186,6 +189,8 @@ def test_dask_data(clusters, start, tmp_path):
     *counts, fed, crossed = re.search(FED.format(clusters), text, re.MULTILINE).groups()
     count = 1 if clusters == "job" else 2
     assert counts == [str(count), str(count), "2"]
+    assert f"measured Dask clusters: {count}, ranks: 2, expected " in text
+    assert f"therefore copies of the data in Dask's workers: {count}\n" in text
     assert len(set(re.findall(r"^rank \d \| scheduler (\S+) ", text, re.MULTILINE))) == count
     assert float(fed) == pytest.approx(4000 * (28 * 28 + 8) / 1e6, abs=0.01)  # bytes and int64s
     assert float(crossed) == pytest.approx(float(fed) / 2 if clusters == "job" else 0, abs=0.01)

@@ -221,7 +221,9 @@ def test_local_statistics_are_those_of_a_rank(one_process):
     """In one process the topic is 00 bit for bit; two ranks are off in the third decimal."""
     alone = topic("sync_batchnorm", 1, "--epochs=1")
     assert_equal(alone.state["weights"], one_process.state["weights"])
+    assert "expected equal sums, therefore all ranks test one model\n" in alone.out
     done = topic("sync_batchnorm", 2, "--epochs=1")
+    assert "expected different sums, therefore a rank tests another model" in done.out
     for ours, theirs in zip(losses(done), losses(one_process), strict=True):
         assert 5e-4 < abs(ours - theirs) < 0.1
     first, second = statistics(done)

@@ -162,7 +162,8 @@ def test_the_debug_pages_show_where_each_rank_waits():
     source = (ROOT / "topics/debug_server.py").read_text().splitlines()
     assert all(source[int(line) - 1].strip() == text for _, line, text, _ in shown)
     lines = [int(line) for _, line, *_ in shown]
-    assert concluded(done)[0] == f"the stacks of 2 ranks by one request, in lines {lines}"
+    assert concluded(done)[0] == f"stacks by one request: 2, in lines {lines}"
+    assert concluded(done)[2].startswith("the rank that stands elsewhere")
     port = re.search(r"server started on port (\d+)", done.err)[1]
     with pytest.raises(ConnectionRefusedError):  # it goes with the ranks
         socket.create_connection(("localhost", int(port)), timeout=10)
@@ -179,7 +180,19 @@ def test_the_debug_pages_that_do_not_answer():
         urllib.request.urlopen = refused
 
     done = topic("debug_server", 1, "--epochs=1", "--sleep=0", "--timeout=3", before=no_answer)
-    assert concluded(done)[0] == "the stacks of 0 ranks by one request, in lines []"
+    measured, _, therefore = concluded(done)
+    assert measured == "stacks by one request: 0, in lines []" and therefore == "nothing was seen"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_debug_pages_where_nobody_sleeps(world_size):
+    """No rank ends while it is asked. One rank has no other that stands elsewhere."""
+    pytest.importorskip("tabulate")
+    done = topic("debug_server", world_size, "--epochs=1", "--sleep=0")
+    measured, _, therefore = concluded(done)
+    assert measured.startswith(f"stacks by one request: {world_size}, in lines")
+    assert "Traceback" not in done.err
+    assert world_size > 1 or therefore == "no rank stands elsewhere"
 
 
 def test_the_debug_pages_say_what_they_need(monkeypatch):

@@ -132,7 +132,7 @@ def main(args):
         therefore = "a bucket leaves after each piece of the backward pass"
     pieces = " + ".join(f"{size:.1f}" for size in graphs)
     checks.conclude(
-        f"{pieces} of {total:.1f} MiB of weights in {len(graphs)} graphs, {breaks} graph breaks",
+        f"{pieces} of {total:.1f} MiB of weights, graphs: {len(graphs)}, graph breaks: {breaks}",
         ORDERS[args.order],
         therefore,
     )

@@ -92,7 +92,7 @@ def main(args):
             common.save_checkpoint(args, epoch + 1, model.module, optimizer)
             common.log_epoch(args, epoch, sums, seconds)
     checks.conclude(
-        f"{os.environ['TORCHELASTIC_RESTART_COUNT']} restarts, resumed after epoch {start_epoch}",
+        f"restarts: {os.environ['TORCHELASTIC_RESTART_COUNT']}, resumed after epoch {start_epoch}",
         "1 restart",
         "a crash costs the epoch that it was in" if restarted else "nobody has died",
     )

@@ -190,9 +190,9 @@ def main(args):
         print(f"{text} | ready in {max(starts):.1f} s | data {max(waits):.2f} s", flush=True)
         copies = {"job": "1", "node": "1 a node", "rank": f"{world_size}, one a rank"}
         checks.conclude(
-            f"{len(schedulers)} Dask clusters for {world_size} ranks",
+            f"Dask clusters: {len(schedulers)}, ranks: {world_size}",
             copies[args.clusters],
-            f"Dask's workers hold the data {len(schedulers)} times",
+            f"copies of the data in Dask's workers: {len(schedulers)}",
         )
     dist.barrier()  # all ranks: nobody needs the clusters any more
     if rank == maker:

@@ -10,7 +10,7 @@ before the command checks every collective first, and names a mismatch at once. 
 itself is often a segmentation fault (torch 2.9 to 2.14): that is why hang() comes before it.
 
 Two processes on the CPU:   export CUDA_VISIBLE_DEVICES=
-                            torchrun --standalone --nproc-per-node=2 -m topics.debugging
+                            torchrun --standalone --nproc-per-node=2 -m topics.debugging \
                                 --timeout 10 --case mismatch
 What it has recorded:       torchfrtrace checkpoints/flight -p rank_  (or --flight FOLDER)
 What changed:               diff -U0 -w 02_torchrun.py topics/debugging.py

@@ -54,8 +54,8 @@ def main(args):
     torch.distributed.all_gather_object(found, (trainer.current_epoch, best.best_model_path, score))
     if trainer.is_global_zero:
         checks.conclude(
-            f"{len({epoch for epoch, *_ in found})} last epoch and {len(set(found))} best score on"
-            f" {len(found)} ranks",
+            f"last epochs: {len({epoch for epoch, *_ in found})}, best scores: {len(set(found))}, "
+            f"ranks: {len(found)}",
             "1 and 1 with sync_dist, and a score of each rank's own without",
             "all ranks decide by one number"
             if len(set(found)) == 1

@@ -35,9 +35,9 @@ def main(args):
         dist.all_gather_object(children, os.getppid())
     if trainer.is_global_zero:
         checks.conclude(
-            f"{children.count(os.getpid())} children of rank 0 among {len(children)} ranks",
+            f"children of rank 0: {children.count(os.getpid())}, ranks: {len(children)}",
             "all others; none where torchrun has started them, or ddp_spawn",
-            "this script has started ranks" if os.getpid() in children else "others have",
+            "this script has started ranks" if os.getpid() in children else "it has started none",
         )
 
 

@@ -70,7 +70,7 @@ class Classifier(rung.Classifier):
             f"{self.passes} backward passes, {self.sent} with an all-reduce, {steps} steps, "
             f"precision {trainer.precision}",
             f"{steps * trainer.accumulate_grad_batches} passes, an all-reduce a step",
-            "the losses are those of 04, but for what 16 bits round off",
+            f"{'each step has' if self.sent == steps else 'not each step has'} one all-reduce",
         )
 
 

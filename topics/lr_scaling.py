@@ -91,11 +91,11 @@ def main(args):
         if rank == 0:
             common.save_checkpoint(args, epoch + 1, model.module, optimizer)
             common.log_epoch(args, epoch, sums, seconds)
-    rate = optimizer.param_groups[0]["lr"]
+    rate, target = (f"{value:.4g}" for value in (optimizer.param_groups[0]["lr"], target))
     checks.conclude(
-        f"a rate of {rate:.4g} at the end, with {k:g} times the base batch",
-        f"{target:.4g} by the rule {args.rule}",
-        "the warm-up is over" if rate == target else "the warm-up has not ended yet",
+        f"a rate of {rate} at the end, with {k:g} times the base batch",
+        f"{target} by the rule {args.rule}",
+        "the rule's rate is reached" if rate == target else "the warm-up has not ended yet",
     )
     dist.destroy_process_group()
 

@@ -5,7 +5,7 @@ stop at the same step. Exit code 75 means: stopped on request, start me again. T
 is a number of samples over all ranks, so a run may resume with more or fewer ranks and workers:
 each sample counts once, and the end is that of a run that was never stopped. A request during the
 evaluation waits for its end: the time between signal and kill must be enough for both.
-Budget: +41 -2 because signal, flag, mid-epoch state and exit code make sense only together.
+Budget: +42 -2 because signal, flag, mid-epoch state and exit code make sense only together.
 
 On a cluster:               sbatch slurm/requeue.sbatch
 Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.preemption \
@@ -127,10 +127,11 @@ def main(args):
             common.save_checkpoint(args, epoch + 1, model.module, optimizer)
             common.log_epoch(args, epoch, sums, seconds)
     if start_epoch < args.epochs:
+        wanted = len(train_loader) * args.batch_size
         checks.conclude(
             f"{sums[1]:.0f} samples in the last epoch, its stops counted in",
-            f"{len(train_loader) * args.batch_size}",
-            "no stop has cost or doubled a sample",
+            f"{wanted}",
+            f"{'no' if sums[1] == wanted else 'a'} stop has cost or doubled a sample",
         )
     dist.destroy_process_group()
 

@@ -11,7 +11,7 @@ The mistake:                the same with --seed-per-rank 0
 One process:                the same with --nproc-per-node=1
 All GPUs:                   the same with --nproc-per-node=gpu
 What changed:               diff -U0 -w 02_torchrun.py topics/seeds_and_augmentation.py
-Budget: +27 -1 because it compares draws and weights over the ranks.
+Budget: +28 -1 because it compares draws and weights over the ranks.
 """
 
 import hashlib
@@ -105,10 +105,11 @@ def main(args):
     weights, shifts = zip(*found, strict=True)
     same = sum(len(set(step)) == 1 for step in zip(*shifts, strict=True))
     own = args.seed_per_rank and world_size > 1
+    variety = "each rank draws its own" if same < len(draws) else "more ranks bring no more variety"
     checks.conclude(
-        f"equal shifts on all ranks in {same} of {len(draws)} steps, {len(set(weights))} model",
+        f"equal shifts on all ranks in {same} of {len(draws)} steps, models: {len(set(weights))}",
         f"{len(draws) / 25 ** (world_size - 1):.0f} by chance, and 1" if own else "all, and 1",
-        "the ranks augment on their own" if own else "more ranks bring no more variety",
+        variety if world_size > 1 else "one rank has no other to draw the same",
     )
     dist.destroy_process_group()
 

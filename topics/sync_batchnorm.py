@@ -137,7 +137,7 @@ def main(args):
         each = "a rank tests another model" if len(set(found)) > 1 else "all ranks test one model"
         checks.conclude(
             f"running statistics that add up to {found} on the ranks",
-            "different sums" if args.norm == "local" else "equal sums",
+            "different sums" if args.norm == "local" and world_size > 1 else "equal sums",
             f"{each} unless rank 0's are sent" if len(set(found)) > 1 else each,
         )
     dist.destroy_process_group()

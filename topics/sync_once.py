@@ -86,17 +86,19 @@ class Classifier(rung.Classifier):
     def on_train_epoch_end(self):
         super().on_train_epoch_end()
         if self.global_rank == 0:
-            all_reduces = getattr(self.trainer.strategy, "all_reduces", "uncounted")
-            sent = f"{all_reduces} all-reduces of gradients"
-            steps = f"in {self.global_step - self.first_step} steps"
-            print(f"{sent} {steps} | {self.pieces} compiled pieces, {self.breaks} graph breaks")
+            sent = getattr(self.trainer.strategy, "all_reduces", None)  # DDP does not count
+            sent = f"{sent} all-reduces of gradients in " if sent else ""
+            steps = f"{self.global_step - self.first_step} steps"
+            print(f"{sent}{steps} | compiled pieces: {self.pieces}, graph breaks: {self.breaks}")
 
     def on_train_end(self):
-        sent = getattr(self.trainer.strategy, "all_reduces", "uncounted")
+        sent = getattr(self.trainer.strategy, "all_reduces", None)
+        steps = self.global_step - self.first_step
         pieces = "in one piece" if self.pieces == 1 else f"cut into {self.pieces}"
         checks.conclude(
-            f"{sent} all-reduces of gradients, {self.pieces} compiled pieces",
-            f"{self.global_step - self.first_step} and 1 with sync_once; ddp cuts a larger model",
+            (f"{sent} all-reduces of gradients, " if sent else "")
+            + f"compiled pieces: {self.pieces}",
+            f"{steps} and 1" if sent else "a cut at each of DDP's buckets",
             f"the model was {pieces}",
         )
 

@@ -13,6 +13,7 @@ The hang, for 10 seconds:   the same with --join 0 --timeout 10
 One process:                the same with --nproc-per-node=1
 All GPUs:                   the same with --nproc-per-node=gpu
 What changed:               diff -U0 -w 02_torchrun.py topics/uneven_inputs.py
+Budget: +21 -2 because it counts each rank's batches.
 """
 
 import os
@@ -94,10 +95,11 @@ def main(args):
             common.save_checkpoint(args, epoch + 1, model.module, optimizer)
             common.log_epoch(args, epoch, sums, seconds)
     if start_epoch < args.epochs:
+        wanted = [len(train_loader) - number for number in range(world_size)]
         checks.conclude(
             f"{took.int().tolist()} batches an epoch on the ranks",
-            f"{[len(train_loader) - number for number in range(world_size)]}",
-            f"nobody has waited for a rank without a batch: {sums[1]:.0f} samples an epoch",
+            f"{wanted}",
+            f"{'no' if took.tolist() == wanted else 'a'} batch is missing, and no rank still waits",
         )
     dist.destroy_process_group()
 
