@@ -108,6 +108,9 @@ def test_the_columns_of_a_row(monkeypatch):
 
     monkeypatch.setattr(common, "gpu_count", lambda: 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,4,2")
+    # To look for these would start CUDA, and then later tests could not fork ranks.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(scaling, "run", run)
     monkeypatch.setattr(scaling, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     work = {"script": "02_torchrun.py", "mode": "weak", "devices": 2, "model": "small"}
