@@ -448,6 +448,9 @@ def conclude(measured: str, expected: str, therefore: str) -> None:
     if rank() == 0:
         text = f"measured {measured}, expected {expected}, therefore {therefore}"
         print(f"{text}\n", end="", flush=True)
+    # Gloo's threads need Python to drop what the last collective of objects has sent. In torch 2.9
+    # the end of the process waits for them, and does not let them have it: a hang.
+    time.sleep(0.1)
 
 
 # ---- Lightning -----------------------------------------------------------------------------------
