@@ -39,6 +39,8 @@ FORKING_STRATEGIES = ("ddp_fork", "ddp_notebook")
 MULTIPROCESSING_STRATEGIES = ("ddp_spawn", *FORKING_STRATEGIES)
 PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
 
+LAUNCHER = os.getppid()  # torchrun, srun; of 04's other ranks, rank 0
+
 if sys.platform == "win32":  # torch for Windows has no libuv, and its rendezvous would ask for it
     os.environ.setdefault("USE_LIBUV", "0")
 
@@ -60,11 +62,20 @@ def fail(message: str, code: int = 2, all_ranks: bool = False) -> NoReturn:
     if dist.is_initialized() and not alone_of_spawn and (all_ranks or dist.get_backend() == "gloo"):
         dist.destroy_process_group()
     if int(local_rank) > 0:
-        time.sleep(10)
+        _wait_for_launcher()
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
     if alone_of_spawn:  # at once: mp.spawn must not hear first of those that lose this connection
         os._exit(code)
     sys.exit(code)
+
+
+def _wait_for_launcher() -> None:
+    """Give the launcher 10 s to end this process. Where it has ended itself, nobody will."""
+    parent = multiprocessing.parent_process()
+    for _ in range(100):
+        if os.getppid() != (parent.pid if parent else LAUNCHER):
+            break
+        time.sleep(0.1)
 
 
 class Parser(ArgumentParser):
@@ -281,10 +292,8 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: object) 
     if kind is BrokenPipeError or "\nBrokenPipeError:" in str(error):  # `| head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would complain once more
         print(f"{name}: ends, because nobody reads its output any more", file=sys.stderr)
-    elif (
-        "closed by peer" in str(error) and kind is not torch.multiprocessing.ProcessRaisedException
-    ):
-        time.sleep(10)  # another rank has failed, and says why: the launcher ends this one
+    elif " by peer" in str(error) and kind is not torch.multiprocessing.ProcessRaisedException:
+        _wait_for_launcher()  # another rank has failed, and says why
         sys.__excepthook__(kind, error, trace)
     elif not isinstance(error, torch.multiprocessing.ProcessExitedException):
         sys.__excepthook__(kind, error, trace)

@@ -334,6 +334,31 @@ def test_nothing_is_left(launcher, way, start):
     assert job.end(LEFT) != 0, job.text
 
 
+def lose_the_other_rank(folder: Path, message: str) -> None:
+    checks.LAUNCHER = os.getppid()  # as when a new Python imports it
+    (folder / "started").touch()
+    checks._excepthook(RuntimeError, RuntimeError(message), None)
+    (folder / "ended").touch()
+
+
+def start_a_rank_and_end(folder: Path, message: str) -> None:
+    in_fork(lose_the_other_rank, folder, message)
+    while not (folder / "started").exists():
+        time.sleep(0.02)
+    time.sleep(1)
+    assert not (folder / "ended").exists()  # it gives its launcher the time to end it
+
+
+@pytest.mark.parametrize("message", ["Connection closed by peer", "Connection reset by peer"])
+def test_a_rank_that_lost_another_does_not_outlive_its_launcher(message, tmp_path):
+    """04's launcher is rank 0: where that is ended, nobody ends the others."""
+    assert wait_for(in_fork(start_a_rank_and_end, tmp_path, message), HANG) == 0
+    deadline = time.monotonic() + LEFT / 2
+    while not (tmp_path / "ended").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 BY = [(by, n) for by in ("a terminal", "a script's &") for n in (signal.SIGINT, signal.SIGTERM)]
 
 
