@@ -66,7 +66,8 @@ class Classifier(L.LightningModule):
     def training_step(self, batch, batch_index):  # Lightning does the rest of the step
         images, labels = batch
         loss = F.cross_entropy(self.model(images), labels)
-        self.log_dict({"loss": loss * len(labels), "samples": float(len(labels))}, **self.sums)
+        ones = torch.ones_like(labels, dtype=torch.float32)  # a number would stop the GPU each time
+        self.log_dict({"loss": loss * len(labels), "samples": ones.sum()}, **self.sums)
         return loss
 
     def on_validation_start(self):  # after the last training batch
@@ -75,9 +76,8 @@ class Classifier(L.LightningModule):
             torch.distributed.broadcast(buffer, src=0)
 
     def validation_step(self, batch, batch_index):
-        correct = self.model(batch[0]).argmax(dim=1) == batch[1]
-        found = {"correct": correct.sum().float(), "tested": float(len(correct))}
-        self.log_dict(found, **self.sums)
+        right = (self.model(batch[0]).argmax(dim=1) == batch[1]).float()
+        self.log_dict({"correct": right.sum(), "tested": torch.ones_like(right).sum()}, **self.sums)
 
     def on_train_epoch_end(self):  # after validation, before the checkpoint
         metrics = self.trainer.callback_metrics  # all ranks: adds up over the ranks

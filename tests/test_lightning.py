@@ -1,5 +1,6 @@
 """Rung 04, Lightning's strategies, and the topics that import rung 04."""
 
+import importlib
 import io
 import os
 import re
@@ -48,6 +49,24 @@ def by_hand():
     """No launcher: Lightning makes the processes."""
     for name in launcher_env(0, 1, "0"):
         os.environ.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    "name", ["04_lightning", "topics.lightning_early_stopping", "topics.lightning_logging"]
+)
+def test_what_a_step_logs_is_made_on_its_device(name):
+    """Lightning makes a tensor of a number, by a copy that the GPU is stopped for."""
+    options = {"model": "small", "channels": 1, "image_size": 28, "log": "own", "deadlock": 0}
+    args = SimpleNamespace(**dict.fromkeys(checks.RESUME_KEYS) | options)
+    module = importlib.import_module(name).Classifier(args)
+    logged, module.group, module.log_seconds = [], None, torch.zeros(2)
+    module.log = lambda name, value, **_: logged.append(value)
+    module.log_dict = lambda found, **_: logged.extend(found.values())
+    batch = torch.zeros(3, 1, 28, 28, dtype=torch.uint8), torch.tensor([0, 1, 2])
+    module.training_step(batch, 0)
+    module.validation_step(batch, 0)
+    assert len(logged) >= 4
+    assert [value.dtype for value in logged] == [torch.float32] * len(logged)
 
 
 # ---- strategies of rung 04 -----------------------------------------------------------------------
@@ -833,7 +852,7 @@ def test_early_stopping_by_each_ranks_own_number(tmp_path):
     """All stop when one has lost patience; a file is written only when all have improved."""
 
     def edit(text):
-        counts = "{self.global_rank} {int(correct.sum())} {len(correct)}"
+        counts = "{self.global_rank} {int(right.sum())} {len(right)}"
         shown = f'print(f"own {counts}\\n", end="", flush=True)'
         line = "        if self.args.log"
         assert line in text

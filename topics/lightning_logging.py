@@ -60,11 +60,9 @@ class Classifier(rung.Classifier):
         return loss
 
     def validation_step(self, batch, batch_index):
-        correct = self.model(batch[0]).argmax(dim=1) == batch[1]
-        self.log_dict(
-            {"correct": correct.sum().float(), "tested": float(len(correct))}, **self.sums
-        )
-        own = {"value": correct.float().mean(), "batch_size": len(correct)}
+        right = (self.model(batch[0]).argmax(dim=1) == batch[1]).float()
+        self.log_dict({"correct": right.sum(), "tested": torch.ones_like(right).sum()}, **self.sums)
+        own = {"value": right.mean(), "batch_size": len(right)}
         self.log("rank_zero_only", **own, rank_zero_only=True)
         self.log("sync_dist", **own, sync_dist=True)
         self.log("sync_dist_group", **own, sync_dist=True, sync_dist_group=self.group)

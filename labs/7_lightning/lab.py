@@ -151,7 +151,7 @@ WRONG = [
     *((name, patched_04(edit), {}, FAILS) for name, edit in FAULTS.items()),
     (
         "a mean instead of a sum",
-        patched_04(("correct.sum().float()", "correct.float().mean()")),
+        patched_04(('"correct": right.sum()', '"correct": right.mean()')),
         {},
         "test_accuracy",
     ),
