@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -357,6 +358,35 @@ def test_a_rank_that_lost_another_does_not_outlive_its_launcher(message, tmp_pat
     while not (tmp_path / "ended").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.cold
+def test_a_debug_server_outlives_a_killed_rank_0(start):
+    """And pkill -f debug_server, which its topic names, reaches it."""
+    pytest.importorskip("torch.distributed.debug")
+    if multiprocessing.get_start_method() != "fork":
+        pytest.skip("from Python 3.14 on it has another name")
+    topic = ["--standalone", "--nproc-per-node=2", "-m", "topics.debug_server", "--sleep=1000"]
+    job = start(*TORCHRUN, *topic, *ENDLESS)
+    with_rank_0 = set()
+
+    def server_is_there():
+        for pid in job.processes():
+            with contextlib.suppress(OSError):
+                if b"\0RANK=0\0" in Path(f"/proc/{pid}/environ").read_bytes():
+                    with_rank_0.add(pid)
+        return len(with_rank_0) == 2
+
+    job.until(server_is_there)
+    rank_0 = min(with_rank_0)
+    os.kill(rank_0, signal.SIGKILL)
+    job.until(lambda: job.process.poll() is not None, LEFT)
+    job.until(lambda: len(job.processes()) == 1, LEFT)
+    [server] = with_rank_0 - {rank_0}
+    assert job.processes() == [server]
+    assert b"debug_server" in Path(f"/proc/{server}/cmdline").read_bytes()
+    os.kill(server, signal.SIGTERM)  # pkill's
+    job.until(lambda: not job.processes(), LEFT)
 
 
 BY = [(by, n) for by in ("a terminal", "a script's &") for n in (signal.SIGINT, signal.SIGTERM)]

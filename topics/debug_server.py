@@ -7,7 +7,8 @@ attached to, and no node visited. For a hang of your own: the two lines with deb
 
 It needs tabulate and torch.distributed.debug (tried with torch 2.14); rank 0 alone may call
 stop_debug_server(). Whoever reaches the ports can read the pages. After kill -9 of rank 0 its
-server stays, under the name of the script: here pkill -f debug_server ends it.
+server stays, where Python forks it (up to 3.13) under the name of the script: here
+pkill -f debug_server ends it.
 
 Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.debug_server
 All GPUs:                   the same with --nproc-per-node=gpu
