@@ -39,8 +39,6 @@ FORKING_STRATEGIES = ("ddp_fork", "ddp_notebook")
 MULTIPROCESSING_STRATEGIES = ("ddp_spawn", *FORKING_STRATEGIES)
 PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
 
-LAUNCHER = os.getppid()  # torchrun, srun; of 04's other ranks, rank 0
-
 if sys.platform == "win32":  # torch for Windows has no libuv, and its rendezvous would ask for it
     os.environ.setdefault("USE_LIBUV", "0")
 
@@ -69,11 +67,21 @@ def fail(message: str, code: int = 2, all_ranks: bool = False) -> NoReturn:
     sys.exit(code)
 
 
+def _remember_launcher() -> None:
+    """Note who has started this process: torchrun, srun, mp.spawn; rank 0 of Lightning's own."""
+    global LAUNCHER
+    LAUNCHER = os.getppid()
+
+
+_remember_launcher()
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_remember_launcher)
+
+
 def _wait_for_launcher() -> None:
     """Give the launcher 10 s to end this process. Where it has ended itself, nobody will."""
-    parent = multiprocessing.parent_process()
     for _ in range(100):
-        if os.getppid() != (parent.pid if parent else LAUNCHER):
+        if os.getppid() != LAUNCHER:
             break
         time.sleep(0.1)
 

@@ -30,6 +30,10 @@ def start(folder, end, **options):
     return subprocess.Popen(command, **options)
 
 
+# A minute. (A signal just before a sleep is seen after it: one of 60 s slept on, once.)
+SLEEPS = "[time.sleep(0.1) for _ in range(600)]"
+
+
 @pytest.mark.parametrize(
     ("end", "code", "last"),
     [
@@ -55,7 +59,7 @@ def test_signals(tmp_path):
     waits = (
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); print(os.getpid(), flush=True); "
     )
-    waits += "time.sleep(60)"
+    waits += SLEEPS
     process = start(tmp_path, waits, stdin=subprocess.DEVNULL)
     process.stdout.readline()
     process.terminate()
@@ -75,7 +79,7 @@ def test_signals(tmp_path):
 def test_a_signal_that_comes_after_the_end(tmp_path):
     """A terminal that closes behind a script does not change its exit code (it did: 1, not 0)."""
     waits = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); "
-    waits += "print(os.getpid(), flush=True); time.sleep(60)"
+    waits += "print(os.getpid(), flush=True); " + SLEEPS
     process = start(tmp_path, waits, stdin=subprocess.DEVNULL)
     worker = int(process.stdout.readline().rpartition(")")[2])
     process.send_signal(signal.SIGSTOP)
