@@ -37,6 +37,7 @@ FREE += ("start_epoch",)  # of Lightning's rung, which is compared by another na
 # Lightning's strategies that make all ranks' processes from this one, and its precisions.
 FORKING_STRATEGIES = ("ddp_fork", "ddp_notebook")
 MULTIPROCESSING_STRATEGIES = ("ddp_spawn", *FORKING_STRATEGIES)
+FINISHED = False  # whether the checkpoint has left nothing to do
 PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
 
 if sys.platform == "win32":  # torch for Windows has no libuv, and its rendezvous would ask for it
@@ -59,8 +60,8 @@ def fail(message: str, code: int = 2, all_ranks: bool = False) -> NoReturn:
     alone_of_spawn = multiprocessing.parent_process() and not all_ranks
     if dist.is_initialized() and not alone_of_spawn and (all_ranks or dist.get_backend() == "gloo"):
         dist.destroy_process_group()
-    if int(local_rank) > 0:
-        _wait_for_launcher()
+    if int(local_rank) > 0 and _launcher_ended() and all_ranks:
+        sys.exit(code)  # rank 0 has been that launcher, and has said it
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
     if alone_of_spawn:  # at once: mp.spawn must not hear first of those that lose this connection
         os._exit(code)
@@ -78,12 +79,13 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_remember_launcher)
 
 
-def _wait_for_launcher() -> None:
-    """Give the launcher 10 s to end this process. Where it has ended itself, nobody will."""
+def _launcher_ended() -> bool:
+    """Give the launcher 10 s to end this process. Return whether it has ended itself."""
     for _ in range(100):
         if os.getppid() != LAUNCHER:
-            break
+            return True
         time.sleep(0.1)
+    return False
 
 
 class Parser(ArgumentParser):
@@ -122,8 +124,10 @@ def check(args: Namespace, launcher: str) -> Namespace:
     _check_launch(launcher, args)
     _check_files(args)
     sys.excepthook = _excepthook
-    if launcher == "spawn":
+    if launcher == "spawn" or getattr(args, "strategy", "") in MULTIPROCESSING_STRATEGIES:
         _end_ranks_with_me()
+    elif launcher == "lightning" and rank() == 0:
+        signal.signal(signal.SIGINT, _interrupted_in_lightning)
     elif launcher == "python":
         signal.signal(signal.SIGINT, _interrupted)
     return args
@@ -143,8 +147,9 @@ def _check_work(args: Namespace) -> None:
     for name in (*positive, "accumulation_steps", "base_batch", "bucket_mb", "lr"):
         if not 0 < getattr(args, name, 1) < math.inf:
             fail(f"--{name.replace('_', '-')} must be more than 0")
-    if args.num_workers < 0:
-        fail("--num-workers must be 0 or more")
+    for name in ("num_workers", "sleep", "warmup_epochs"):
+        if getattr(args, name, 0) < 0:
+            fail(f"--{name.replace('_', '-')} must be 0 or more")
     if args.batch_size > args.train_size:
         fail(f"--batch-size {args.batch_size} is more than the {args.train_size} training images")
     if args.model != "small" or args.image_size != native_size:
@@ -279,13 +284,21 @@ def _interrupted(number: int, frame: object) -> NoReturn:
     fail(f"ended by {signal.Signals(number).name}", 128 + number)
 
 
+def _interrupted_in_lightning(number: int, frame: object) -> NoReturn:
+    """Lightning ends its ranks at this exception, without a word."""
+    print(f"{Path(sys.argv[0]).name}: ended by SIGINT", file=sys.stderr, flush=True)
+    raise KeyboardInterrupt
+
+
 def _end_ranks_with_me() -> None:
-    """mp.spawn's parent: end the ranks at Ctrl-C and SIGTERM, and end with one line.
+    """The parent of spawned and forked ranks: end them at Ctrl-C and SIGTERM, with one line.
 
     A script's & has SIGINT ignored, in the parent and in the ranks: a handler undoes that.
     """
 
     def end_ranks(number: int, frame: object) -> NoReturn:
+        if multiprocessing.parent_process():  # a forked rank: its parent speaks
+            os._exit(128 + number)
         for process in multiprocessing.active_children():
             process.terminate()
         _interrupted(number, frame)
@@ -300,9 +313,13 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: object) 
     if kind is BrokenPipeError or "\nBrokenPipeError:" in str(error):  # `| head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would complain once more
         print(f"{name}: ends, because nobody reads its output any more", file=sys.stderr)
-    elif " by peer" in str(error) and kind is not torch.multiprocessing.ProcessRaisedException:
-        _wait_for_launcher()  # another rank has failed, and says why
-        sys.__excepthook__(kind, error, trace)
+    elif isinstance(error, RuntimeError) and " by peer" in str(error):  # torch's, not a socket's
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's, which a topic may collect
+        if _launcher_ended():  # another rank has failed, and says why
+            text = "has lost its connection to another rank, and its launcher has ended"
+            print(f"{name}: rank {rank()} {text}", file=sys.stderr)
+        else:
+            sys.__excepthook__(kind, error, trace)
     elif not isinstance(error, torch.multiprocessing.ProcessExitedException):
         sys.__excepthook__(kind, error, trace)
     elif error.exit_code not in (1, 2):  # else that rank has called fail()
@@ -320,6 +337,8 @@ def reading(path: str) -> Iterator[None]:
     except Exception as error:  # OSError, RuntimeError, EOFError, UnpicklingError ...
         refused = re.search(r"(?:GLOBAL|class) (\S+) was not an allowed global", str(error))
         why = f"it holds a {refused[1]}, and weights_only=True takes plain data" if refused else ""
+        if "loading state_dict" in str(error):
+            why = "its model has other layers than this one"
         why = why or getattr(error, "strerror", None) or str(error).partition("\n")[0]
         why = why or type(error).__name__  # an EOFError has no words
         fail(f"cannot read {path}: {why}. Use another --checkpoint, or delete it")
@@ -333,8 +352,10 @@ def resumable(state: dict, args: Namespace) -> dict:
         if state[name] != getattr(args, name):
             option = f"--{name.replace('_', '-')} {state[name]}"
             fail(f"{args.checkpoint} was made with {option}. Use that, or another --checkpoint")
+    global FINISHED
+    epochs = state["epochs"]
+    FINISHED = epochs >= args.epochs
     if rank() == 0:
-        epochs = state["epochs"]
         rest = f"resumes after epoch {epochs}" if epochs < args.epochs else "nothing left to do"
         more = "" if epochs < args.epochs else f": it has {epochs} epochs. For more raise --epochs"
         print(f"{args.checkpoint}: {rest}{more}", flush=True)
@@ -461,8 +482,8 @@ def ignore_signals(worker: int) -> None:
 
 
 def conclude(measured: str, expected: str, therefore: str) -> None:
-    """Print the last line of a topic, on rank 0: what this run has shown."""
-    if rank() == 0:
+    """Print the last line of a topic, on rank 0: what this run has shown, if it has trained."""
+    if rank() == 0 and not FINISHED:
         text = f"measured {measured}, expected {expected}, therefore {therefore}"
         print(f"{text}\n", end="", flush=True)
     # Gloo's threads need Python to drop what the last collective of objects has sent. In torch 2.9

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
@@ -87,9 +86,9 @@ class BytesToFloats(nn.Module):
         self.channels, self.size = channels, size
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        images = F.layer_norm(images.to(torch.get_default_dtype()), images.shape[1:])
+        images = nn.functional.layer_norm(images.to(torch.get_default_dtype()), images.shape[1:])
         if images.shape[-1] != self.size:
-            images = F.interpolate(images, self.size, mode="bilinear")
+            images = nn.functional.interpolate(images, self.size, mode="bilinear")
         return images.expand(-1, self.channels, -1, -1)
 
 
@@ -154,7 +153,8 @@ def read_checkpoint(args: Namespace) -> dict | None:
 
 def resume(state: dict, args: Namespace, model: nn.Module, optimizer: Optimizer) -> int:
     """Load a state of read_checkpoint; return the epochs that are behind it."""
-    model.load_state_dict(state["weights"])
+    with checks.reading(args.checkpoint):
+        model.load_state_dict(state["weights"])
     optimizer.load_state_dict(state["optimizer"])
     for group in optimizer.param_groups:
         group["lr"] = args.lr  # not that of the first part

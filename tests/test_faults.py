@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -333,6 +334,27 @@ def test_nothing_is_left(launcher, way, start):
     else:
         os.kill(max(set(job.processes()) - {launcher_pid}), signal.SIGKILL)
     assert job.end(LEFT) != 0, job.text
+    if launcher == "04" and way == "Ctrl-C":
+        assert job.text.count("ended by SIGINT") == 1, job.text
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize("strategy", of_the_day(["ddp_fork", "ddp_spawn"], 1))
+def test_ctrl_c_for_the_parent_alone_ends_lightnings_ranks(strategy, start):
+    """As `timeout -s INT` does it. Lightning's parent went on to wait for them."""
+    job = start(*LAUNCH["04"], f"--strategy={strategy}", *ENDLESS)
+    job.until_it_says(r"epoch 1/100000")
+    os.kill(job.process.pid, signal.SIGINT)
+    assert job.end(LEFT) == 130, job.text
+    assert job.text.count("ended by SIGINT") == 1 and "Traceback" not in job.text, job.text
+
+
+@pytest.mark.cold
+def test_what_all_ranks_refuse_is_said_once(start):
+    """By rank 0, which is the others' launcher: they said it behind the shell's prompt."""
+    job = start(*LAUNCH["04"], "--dataset=fake:96", "--image-size=8", "--lr=1e30", "--epochs=3")
+    assert job.end() != 0, job.text
+    assert job.text.count("Try a smaller --lr") == 1, job.text
 
 
 def lose_the_other_rank(folder: Path, message: str) -> None:
@@ -386,6 +408,27 @@ def test_a_debug_server_outlives_a_killed_rank_0(start):
     assert b"debug_server" in Path(f"/proc/{server}/cmdline").read_bytes()
     os.kill(server, signal.SIGTERM)  # pkill's
     job.until(lambda: not job.processes(), LEFT)
+
+
+def test_a_rank_that_waits_for_its_launcher_ends_at_its_sigterm():
+    """Also where a script collects that signal, as topics/preemption.py does."""
+    with tempfile.TemporaryDirectory() as name:
+        old = signal.signal(signal.SIGTERM, lambda *_: None)
+        pid = in_fork(lose_the_other_rank, Path(name), "Connection reset by peer")
+        signal.signal(signal.SIGTERM, old)
+        while not (Path(name) / "started").exists():
+            time.sleep(0.02)
+        time.sleep(0.5)
+        os.kill(pid, signal.SIGTERM)
+        assert wait_for(pid, 5) == -signal.SIGTERM
+
+
+def test_a_lost_socket_of_a_users_own_is_shown_at_once(monkeypatch, capsys):
+    """It is a cause, and not what has become of another rank."""
+    monkeypatch.setattr(checks, "_launcher_ended", lambda: pytest.fail("waits"))
+    error = ConnectionResetError(104, "Connection reset by peer")
+    checks._excepthook(type(error), error, None)
+    assert "ConnectionResetError: [Errno 104]" in capsys.readouterr().err
 
 
 BY = [(by, n) for by in ("a terminal", "a script's &") for n in (signal.SIGINT, signal.SIGTERM)]

@@ -136,6 +136,8 @@ def test_another_job_in_its_edit_block(job, tmp_path):
 def test_wrong_uses_end_in_words(tmp_path):
     assert train(2, tmp_path / "odd", "digits", "--batch-size=97", code=1) == []
     assert "does not split into 2" in (tmp_path / "odd" / "out.0").read_text()
+    assert train(1, tmp_path / "none", "digits", "--batch-size=0", code=1) == []
+    assert "does not split into 1" in (tmp_path / "none" / "out.0").read_text()
     file = tmp_path / "run.pt"
     train(2, tmp_path / "good", "regression", "--epochs=1", f"--checkpoint={file}")
     before = file.read_bytes()

@@ -8,6 +8,7 @@ import urllib.request
 import pytest
 import torch
 
+import checks
 import common
 from ladder import ROOT, fork, tell_timeouts, timeouts
 
@@ -16,6 +17,45 @@ def topic(name, world_size, *options, **more):
     done = fork(f"topics/{name}.py", world_size, *options, **more)
     assert done.codes == [0] * world_size, done.err
     return done
+
+
+WRONG = [
+    ("uneven_inputs", 3, "--dataset=fake:96", "1 batches are too few for 3 ranks"),
+    ("device_mesh", 3, "--tensor=3 --shard=1 --checkpoint=", "--tensor 3 does not divide the lay"),
+    ("debug_server", 1, "--sleep=-1", "--sleep must be 0 or more"),
+    ("lr_scaling", 1, "--warmup-epochs=-1", "--warmup-epochs must be 0 or more"),
+    ("fsdp", 1, "--plain=x.pt --checkpoint=", "give both"),
+    ("lightning_checkpoint", 1, "--checkpoint=", "give --checkpoint, --plain or both"),
+    ("sync_batchnorm", 1, "--model=wide", "--model wide has no batch norm"),
+]
+
+
+def no_wait():
+    checks._launcher_ended = lambda: False
+
+
+@pytest.mark.parametrize(("name", "world_size", "options", "line"), WRONG)
+def test_what_a_topic_cannot_do(name, world_size, options, line):
+    refused = fork(f"topics/{name}.py", world_size, *options.split(), before=no_wait)
+    assert refused.codes == [2] * world_size and "Traceback" not in refused.err
+    [said] = set(refused.err.splitlines())  # the launcher of these forks ends no rank
+    assert line in said
+
+
+def test_a_checkpoint_of_other_layers(tmp_path):
+    assert fork("02_torchrun.py", 1, "--epochs=1", folder=tmp_path).codes == [0]
+    options = {"folder": tmp_path, "before": no_wait}
+    refused = fork("topics/sync_batchnorm.py", 2, "--norm=local", **options)
+    [said] = set(refused.err.splitlines())
+    assert refused.codes == [2, 2] and "its model has other layers than this one" in said
+
+
+@pytest.mark.parametrize("name", ["lr_scaling", "gradient_accumulation", "ddp_by_hand", "fsdp"])
+def test_a_finished_run_shows_nothing_new(name, tmp_path):
+    """It said of 0 steps what they had shown."""
+    for _ in range(2):  # the second one's lines are behind the first one's
+        said = topic(name, 2, "--epochs=1", folder=tmp_path).out
+    assert said.count("\nmeasured ") == said.count("nothing left to do") == 1
 
 
 def same(weights, others, tolerance=1e-5):
@@ -192,7 +232,7 @@ def test_the_debug_pages_where_nobody_sleeps(world_size):
     measured, _, therefore = concluded(done)
     assert measured.startswith(f"stacks by one request: {world_size}, in lines")
     assert "Traceback" not in done.err
-    assert world_size > 1 or therefore == "no rank stands elsewhere"
+    assert world_size > 1 or therefore == "no rank waits for another"
 
 
 def test_the_debug_pages_say_what_they_need(monkeypatch):

@@ -91,10 +91,11 @@ def main(args):
         if rank == 0:
             common.save_checkpoint(args, epoch + 1, model.module, optimizer)
             common.log_epoch(args, epoch, sums, seconds)
+    cost = "the epoch that it was in" if args.checkpoint else "all epochs, without --checkpoint"
     checks.conclude(
         f"restarts: {os.environ['TORCHELASTIC_RESTART_COUNT']}, resumed after epoch {start_epoch}",
         "1 restart",
-        "a crash costs the epoch that it was in" if restarted else "nobody has died",
+        f"a crash costs {cost}" if restarted else "nobody has died",
     )
     dist.destroy_process_group()
 

@@ -158,7 +158,7 @@ def main(args):
         far = f", weights {off:.1e} from 02's after {other['epochs']} epochs" if other else ""
         checks.conclude(
             f"{size / steps:.0f} bytes a step with {args.variant}{far}",
-            f"{plain} with plain, and no distance",
+            f"{plain} with plain" + ", and no distance" * bool(other),
             f"it sends {size / steps / plain:.0%} of what plain does",
         )
     dist.destroy_process_group()

@@ -16,7 +16,7 @@ Other grids:                the same with --tensor 1, or --shard 1, or both
 One process:                the same with --nproc-per-node=1 --tensor 1 --shard 1
 All GPUs:                   the same with --nproc-per-node=gpu
 What changed:               diff -U0 -w 02_torchrun.py topics/device_mesh.py
-Budget: +60 -16 because three ways to split meet here, and a sharded model is evaluated whole.
+Budget: +61 -16 because three ways to split meet here, and a sharded model is evaluated whole.
 """
 
 import logging
@@ -138,4 +138,6 @@ if __name__ == "__main__":
         checks.fail(
             f"{args.world_size} ranks are no grid of --shard {args.shard} x --tensor {args.tensor}"
         )
+    if (64 if args.model == "small" else 4096) % args.tensor:
+        checks.fail(f"--tensor {args.tensor} does not divide the layers of --model {args.model}")
     main(args)

@@ -9,7 +9,7 @@ prefetch       a thread that sends the next batch while the device computes (top
 bucket_view    gradients live in DDP's buckets, and are not copied there
 static_graph   DDP learns the order of the gradients once
 compile        the model as fused kernels, without DDP: one all-reduce after the backward pass. No
-               way in benchmarks/compiled_ddp.py is quicker; on two GPUs those with DDP lose 1 %
+               way in benchmarks/compiled_ddp.py is quicker; those with DDP lose 1 to 4 % on two
 
 Step: the model runs under autocast because that is what bf16 means; average() is for compile.
 Budget: +50 -7 because each of the nine can be taken away, so that a benchmark can add them singly.

@@ -51,19 +51,20 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def main(args):
+    if not args.plain and not args.checkpoint:
+        checks.fail("is about files: give --checkpoint, --plain or both")
     if args.plain and os.path.realpath(args.plain) == os.path.realpath(args.checkpoint or ""):
         checks.fail(f"{args.plain} cannot be both files: use another --plain")
     plugins = [*checks.lightning_trainer(args).get("plugins", []), AtomicCheckpointIO()]
     callbacks = [PlainCheckpoint()] if args.plain else []
-    changes = {"enable_checkpointing": bool(args.checkpoint or args.plain)}
-    trainer = rung.main(args, callbacks=callbacks, plugins=plugins, **changes)
+    trainer = rung.main(args, callbacks=callbacks, plugins=plugins, enable_checkpointing=True)
     if trainer.is_global_zero:
         files = [path for path in (args.checkpoint, args.plain) if path and os.path.exists(path)]
         halves = [path for path in files if os.path.exists(f"{path}.tmp")]
         checks.conclude(
-            f"{len(files)} whole files and {len(halves)} unfinished ones",
-            "no unfinished one, at any moment",
-            f"00 resumes from {args.plain}" if args.plain else "Lightning resumes from it",
+            f"files: {len(files)}, unfinished: {len(halves)}",
+            "0 unfinished, at any moment",
+            f"00 resumes from {args.plain}" if args.plain else f"04 resumes from {args.checkpoint}",
         )
 
 

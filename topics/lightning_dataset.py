@@ -77,8 +77,9 @@ class CountCopies(L.Callback):
             who = f"{module.args.strategy}: {trainer.world_size} ranks and their parent"
             text = f"{who} hold {copies} copies of the data"
             print(f"{text} ({sum(sizes.values()) / 1e6:.1f} MB)", flush=True)
+            ranks = f"{trainer.world_size} rank{'s' * (trainer.world_size > 1)}"
             checks.conclude(
-                f"{copies} copies of the data on {trainer.world_size} ranks",
+                f"{copies} copies of the data on {ranks}",
                 "one a rank" if data.loaded_by == os.getpid() else "1",
                 "each rank loads"
                 if data.loaded_by == os.getpid()

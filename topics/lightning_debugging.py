@@ -41,11 +41,14 @@ class Classifier(rung.Classifier):
         waited = [None] * self.trainer.world_size
         own = round(getattr(self, "waited", 0), 1)
         torch.distributed.all_gather_object(waited, own)  # all ranks
+        patience = self.args.timeout.total_seconds()
         if self.global_rank == 0:
             checks.conclude(
                 f"{waited} s at the barrier",
                 "0 for rank 0, which had the debugger",
-                f"the others have waited for it, and would for {self.args.timeout.seconds} s",
+                f"the others have waited for it, and would for {patience:g} s"
+                if hasattr(self, "waited")
+                else f"there was no batch {self.args.at}, and no debugger",
             )
 
 

@@ -9,10 +9,10 @@ Budget: +42 -2 because signal, flag, mid-epoch state and exit code make sense on
 
 On a cluster:               sbatch slurm/requeue.sbatch
 Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.preemption \
-                                --checkpoint checkpoints/preemption.pt &
+                                --checkpoint checkpoints/preemption.pt --epochs 50 &
                             sleep 10; kill $!; wait
 To resume:                  torchrun --standalone --nproc-per-node=2 -m topics.preemption \
-                                --checkpoint checkpoints/preemption.pt
+                                --checkpoint checkpoints/preemption.pt --epochs 50
 All GPUs, or one process:   the same with --nproc-per-node=gpu, or =1
 What changed:               diff -U0 -w 03_multinode.py topics/preemption.py
 """

@@ -134,7 +134,7 @@ def main(rank, world_size, args, shared, parents):
     checks.conclude(
         f"{copies} copies of the data with {args.storage}",
         ways[args.storage],
-        f"{world_size} ranks take the memory of {copies}",
+        f"{world_size} rank{'s take' if world_size > 1 else ' takes'} the memory of {copies}",
     )
     dist.destroy_process_group()
 

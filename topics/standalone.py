@@ -45,7 +45,7 @@ def build_model():
 def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     batch, rest = divmod(args.batch_size, world_size)
-    if rest:
+    if rest or not batch:
         raise SystemExit(f"--batch-size {args.batch_size} does not split into {world_size} shares")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":

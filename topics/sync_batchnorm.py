@@ -12,7 +12,7 @@ Two processes on the CPU:   torchrun --standalone --nproc-per-node=2 -m topics.s
 One process:                the same with --nproc-per-node=1
 All GPUs:                   the same with --nproc-per-node=gpu --norm sync
 What changed:               diff -U0 -w 02_torchrun.py topics/sync_batchnorm.py
-Budget: +51 -1 because torch has no synced batch norm for the CPU, so it is written out.
+Budget: +53 -1 because torch has no synced batch norm for the CPU, so it is written out.
 """
 
 import os
@@ -149,4 +149,6 @@ if __name__ == "__main__":
         checks.fail("--norm sync (SyncBatchNorm) trains on GPUs only: use by_hand or group")
     if args.model != "small" and args.norm not in ("local", "sync"):
         checks.fail(f"--norm {args.norm} is for --model small: use local or sync")
+    if args.model == "wide":
+        checks.fail("--model wide has no batch norm: use small, or resnet18")
     main(args)

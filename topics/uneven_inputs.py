@@ -13,7 +13,7 @@ The hang, for 10 seconds:   the same with --join 0 --timeout 10
 One process:                the same with --nproc-per-node=1
 All GPUs:                   the same with --nproc-per-node=gpu
 What changed:               diff -U0 -w 02_torchrun.py topics/uneven_inputs.py
-Budget: +21 -2 because it counts each rank's batches.
+Budget: +24 -2 because it counts each rank's batches.
 """
 
 import os
@@ -51,6 +51,9 @@ def main(args):
     print(f"rank {rank} of {world_size} | {device} | {len(sampler)} samples\n", end="", flush=True)
     batch = args.per_rank_batch
     train_loader = DataLoader(train_set, batch, sampler=sampler, drop_last=True, **options)
+    if len(train_loader) < world_size - 1:  # the last rank leaves out so many
+        lack = f"{len(train_loader)} batches are too few for {world_size} ranks"
+        checks.fail(f"{lack}: use a smaller --batch-size", all_ranks=True)
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
     test_loader = DataLoader(test_shard, batch, **options)
 

@@ -86,10 +86,12 @@ def main(args):
     local = sum(value.numel() for shard in shards for value in shard.values())
     sizes, held = [weights.numel() for weights in model.parameters()], [None] * world_size
     dist.all_gather_object(held, local)  # all ranks
+    each = sum(sizes) // world_size
+    but = "but" if max(sizes) > each else "and"
     dealt = "whole tensors are dealt out" if world_size > 1 else "nothing is dealt out"
     checks.conclude(
         f"{held} of {sum(sizes)} numbers of momentum on the ranks",
-        f"{sum(sizes) // world_size} each if tensors were split, but the largest has {max(sizes)}",
+        f"{each} each if tensors were split, {but} the largest has {max(sizes)}",
         f"{dealt}, and the fullest rank keeps {max(held) / sum(sizes):.0%}",
     )
     dist.destroy_process_group()
