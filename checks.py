@@ -124,7 +124,7 @@ def check(args: Namespace, launcher: str) -> Namespace:
     _check_launch(launcher, args)
     _check_files(args)
     sys.excepthook = _excepthook
-    if launcher == "spawn" or getattr(args, "strategy", "") in MULTIPROCESSING_STRATEGIES:
+    if launcher == "spawn" or getattr(args, "strategy", "") in ("ddp_spawn", "ddp_fork"):
         _end_ranks_with_me()
     elif launcher == "lightning" and rank() == 0:
         signal.signal(signal.SIGINT, _interrupted_in_lightning)

@@ -38,7 +38,7 @@ class Classifier(rung.Classifier):
     # Lightning sends validation through DDP's forward. Without buffers that is no collective, so
     # exact may have more batches on one rank than on another. With batch norm each forward
     # broadcasts its buffers, and the rank with one batch more would wait for the others in vain:
-    # such a model needs DDPStrategy(broadcast_buffers=False), (since torch 2.13:
+    # such a model needs DDPStrategy(broadcast_buffers=False) (since torch 2.13:
     # forward_sync_buffers), or equally many batches.
     test_step = rung.Classifier.validation_step
 
