@@ -37,8 +37,8 @@ FREE += ("start_epoch",)  # of Lightning's rung, which is compared by another na
 # Lightning's strategies that make all ranks' processes from this one, and its precisions.
 FORKING_STRATEGIES = ("ddp_fork", "ddp_notebook")
 MULTIPROCESSING_STRATEGIES = ("ddp_spawn", *FORKING_STRATEGIES)
-FINISHED = False  # whether the checkpoint has left nothing to do
 PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
+FINISHED = False  # whether the checkpoint has left nothing to do: resumable() sets it
 
 if sys.platform == "win32":  # torch for Windows has no libuv, and its rendezvous would ask for it
     os.environ.setdefault("USE_LIBUV", "0")
@@ -124,6 +124,7 @@ def check(args: Namespace, launcher: str) -> Namespace:
     _check_launch(launcher, args)
     _check_files(args)
     sys.excepthook = _excepthook
+    # A notebook keeps its own handlers, so not ddp_notebook.
     if launcher == "spawn" or getattr(args, "strategy", "") in ("ddp_spawn", "ddp_fork"):
         _end_ranks_with_me()
     elif launcher == "lightning" and rank() == 0:
@@ -356,9 +357,9 @@ def resumable(state: dict, args: Namespace) -> dict:
     epochs = state["epochs"]
     FINISHED = epochs >= args.epochs
     if rank() == 0:
-        rest = f"resumes after epoch {epochs}" if epochs < args.epochs else "nothing left to do"
-        more = "" if epochs < args.epochs else f": it has {epochs} epochs. For more raise --epochs"
-        print(f"{args.checkpoint}: {rest}{more}", flush=True)
+        more = f"nothing left to do: it has {epochs} epochs. For more raise --epochs"
+        text = more if FINISHED else f"resumes after epoch {epochs}"
+        print(f"{args.checkpoint}: {text}", flush=True)
     return state
 
 
